@@ -1,0 +1,38 @@
+# Two commands: `make repro` runs the pipeline, `make test` the checks. Both build .venv on first use.
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?= python3
+# dvc.yaml's commands say `python`: it must be the virtual environment's.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export DO_NOT_TRACK := true
+export MLFLOW_DISABLE_TELEMETRY := true
+
+.PHONY: help repro test ui bench clean
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+# torch goes first and alone, so that a CPU build offered on this machine is kept; elsewhere the same line
+# takes the CUDA build. TORCH_ARGS passes options for another index or folder.
+$(VENV)/.ok: pyproject.toml constraints.txt
+	@echo "building $(VENV) (once, 2 to 4 minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
+	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+repro: $(VENV)/.ok  ## run what changed, then show the result (T="stage@key" for one target)
+	@python -m pipeline.repro $(T)
+
+test: $(VENV)/.ok  ## lint, types and tests
+	ruff check . && ruff format --check .
+	mypy
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 pytest $(ARGS)
+
+ui: $(VENV)/.ok  ## MLflow on this machine's port 5000
+	mlflow server --backend-store-uri sqlite:///$(CURDIR)/mlflow.db --host 127.0.0.1 --port 5000 --workers 1
+
+bench: $(VENV)/.ok  ## one benchmark, e.g. CASE=loss_memory
+	python -m benchmarks.run $(CASE)
+
+clean:  ## forget scratch work (checkpoints, captured shards); DVC's cache and results stay
+	rm -rf .work .pytest_cache .mypy_cache .ruff_cache

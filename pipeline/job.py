@@ -1,0 +1,48 @@
+"""What every stage's job shares: one line for a user's error, and a name for its scratch folder."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from alambique.core.errors import UserError
+from alambique.core.files import sha256_file, sha256_json
+from alambique.core.params import Config
+
+EXIT_USER_ERROR = 2
+
+
+def job_main(run: Callable[..., None]) -> int:
+    """Call ``run`` with the command line's words; a UserError becomes one line on stderr and exit status 2."""
+    try:
+        run(*sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def fingerprint(stage: str, settings: Config, *manifests: Path) -> str:
+    """Name everything that decides a job's result, for a scratch folder that only the same job may resume from.
+
+    Hashes the resolved settings, the manifests of the inputs, and the code that dvc.yaml lists for ``stage``.
+    Returns 16 hex digits.
+    """
+    return sha256_json(
+        {
+            "stage": stage,
+            "settings": settings.model_dump(mode="json"),
+            "inputs": [sha256_file(path) for path in manifests],
+            "code": {str(path): sha256_file(path) for path in code_of(stage)},
+        }
+    )[:16]
+
+
+def code_of(stage: str) -> list[Path]:
+    """The Python files that dvc.yaml lists as dependencies of ``stage``, folders expanded, sorted."""
+    definition: dict[str, Any] = YAML(typ="safe").load(Path("dvc.yaml").read_text())["stages"][stage]
+    deps = [Path(dep) for dep in definition.get("do", definition).get("deps", []) if "${" not in dep]
+    code = [dep for dep in deps if dep.parts[0] in ("src", "pipeline")]
+    return sorted({file for dep in code for file in (dep.rglob("*.py") if dep.is_dir() else [dep])})

@@ -1,0 +1,137 @@
+"""Files that are either whole or absent: atomic writes, hashes, manifests."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from alambique.core.errors import UserError
+
+MANIFEST = "manifest.json"
+_BLOCK = 1 << 20
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Hex sha256 of ``data``."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's content, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Hex sha256 of the canonical JSON form (sorted keys, no spaces) of ``value``."""
+    return sha256_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+@contextlib.contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Give a scratch path beside ``target`` to write a file to; on success it replaces ``target``, synced to disk.
+
+    An exception or a kill leaves ``target`` as it was. Scratch files are called ``.NAME.*.part``.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    os.close(handle)
+    scratch = Path(name)
+    try:
+        yield scratch
+        with scratch.open("rb") as stream:
+            os.fsync(stream.fileno())
+        scratch.chmod(0o644)  # mkstemp makes 0600, which would survive into shared caches
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` atomically."""
+    with atomic_path(path) as scratch:
+        scratch.write_bytes(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON, atomically; NaN and infinity are refused because JSON has none."""
+    write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path, remedy: str = "") -> Any:
+    """Parse a JSON file; ``remedy`` is appended to the sentence when it is missing or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist. {remedy}".strip()) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON ({error}). {remedy}".strip()) from error
+
+
+@contextlib.contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Give an empty scratch folder that becomes ``target`` on success, replacing what was there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        scratch.replace(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Hard-link ``source`` to ``target`` (one copy on disk), or copy it where the filesystem can't."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        with atomic_path(target) as scratch:
+            shutil.copyfile(source, scratch)
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Hash every file in ``folder`` and write ``manifest.json``: ``facts`` plus ``files`` = {path: {sha256, bytes}}."""
+    files = {
+        path.relative_to(folder).as_posix(): {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / MANIFEST
+    }
+    manifest = {**facts, "files": files}
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path, remedy: str) -> dict[str, Any]:
+    """Read ``folder``'s manifest; ``remedy`` says what to do when it is missing or damaged."""
+    manifest = read_json(folder / MANIFEST, remedy)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise UserError(f"{folder / MANIFEST} is not a manifest. {remedy}")
+    return manifest
+
+
+def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Refuse to start work that can't fit on the disk.
+
+    Raises:
+        UserError: fewer than ``needed_bytes`` are free on the filesystem of ``folder``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise UserError(
+            f"{what} needs about {needed_bytes / 2**20:,.0f} MiB in {folder}, but {free / 2**20:,.0f} MiB are free: "
+            "free some space, or move the checkout to a larger disk."
+        )

@@ -1,0 +1,60 @@
+"""What a teacher says about the next token, in the two forms that every loss accepts.
+
+Dimension letters: N tokens, K kept entries, V vocabulary; leading batch dimensions may stand in for N.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TopKSignal:
+    """The teacher's K most probable tokens at each position, and the mass of all the others.
+
+    Attributes:
+        ids_NK: token ids, any integer dtype, in order of falling probability.
+        logprobs_NK: natural logarithms of full-vocabulary probabilities, in nats. A slot whose logprob is -inf is
+            empty: it carries no mass.
+        tail_mass_N: float32, 1 - Σ_k exp(logprob_k), computed from unrounded probabilities at capture.
+    """
+
+    ids_NK: Tensor
+    logprobs_NK: Tensor
+    tail_mass_N: Tensor
+
+    def __getitem__(self, index: Tensor | slice) -> "TopKSignal":
+        """Select tokens (index, mask or slice over the leading dimension)."""
+        return TopKSignal(self.ids_NK[index], self.logprobs_NK[index], self.tail_mass_N[index])
+
+    def flatten(self) -> "TopKSignal":
+        """Fold leading dimensions, [rows, S, K] -> [rows·S, K]."""
+        k = self.ids_NK.shape[-1]
+        return TopKSignal(self.ids_NK.reshape(-1, k), self.logprobs_NK.reshape(-1, k), self.tail_mass_N.reshape(-1))
+
+    def to(self, device: torch.device | str) -> "TopKSignal":
+        """Move to ``device``, without waiting where the memory is pinned."""
+        return TopKSignal(
+            self.ids_NK.to(device, non_blocking=True),
+            self.logprobs_NK.to(device, non_blocking=True),
+            self.tail_mass_N.to(device, non_blocking=True),
+        )
+
+
+@dataclass(frozen=True)
+class DenseSignal:
+    """The teacher's whole next-token distribution, as natural logarithms of probabilities, in nats."""
+
+    logprobs_NV: Tensor
+
+    def __getitem__(self, index: Tensor | slice) -> "DenseSignal":
+        """Select tokens (index, mask or slice over the leading dimension)."""
+        return DenseSignal(self.logprobs_NV[index])
+
+    def flatten(self) -> "DenseSignal":
+        """Fold leading dimensions, [rows, S, V] -> [rows·S, V]."""
+        return DenseSignal(self.logprobs_NV.reshape(-1, self.logprobs_NV.shape[-1]))
+
+
+Signal = TopKSignal | DenseSignal
