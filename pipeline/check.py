@@ -1,0 +1,76 @@
+"""Check the whole of params.yaml before anything runs: `python -m pipeline.check [FILE]`.
+
+Each stage checks its own section when it starts; this asks them all at once, so that a typing error in `distill` doesn't
+wait for the teacher to finish.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from alambique.core.errors import UserError, did_you_mean
+from alambique.core.params import Config, Params
+from pipeline.job import job_main
+
+STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
+
+
+class TeacherEntry(Config):
+    """One entry of `teachers`: a model and what its capture changes from the `teacher` section."""
+
+    model: str
+    capture: dict[str, Any]
+
+
+class PairEntry(Config):
+    """One entry of `pairs`: a key of `teachers`, and what this pair changes from `student` and `distill`."""
+
+    teacher: str
+    student: dict[str, Any]
+    distill: dict[str, Any]
+
+
+def check_params(path: Path = Path("params.yaml")) -> None:
+    """Validate every section of ``path`` and every stage's settings, without a download.
+
+    Raises:
+        UserError: one sentence for the first problem found.
+    """
+    params = Params.load(path)
+    for name in params.tree:
+        if name not in (*STAGES, "teachers", "pairs"):
+            raise UserError(f"{path}: unknown section {name}{did_you_mean(name, (*STAGES, 'teachers', 'pairs'))}")
+    teachers = params.keys("teachers")
+    pairs = params.keys("pairs")
+    for teacher in teachers:
+        params.section(TeacherEntry, f"teachers.{teacher}")
+    for pair in pairs:
+        entry = params.section(PairEntry, f"pairs.{pair}")
+        if entry.teacher not in teachers:
+            hint = did_you_mean(entry.teacher, teachers)
+            raise UserError(f"{path}: pairs.{pair}.teacher = {entry.teacher} is not in teachers{hint}")
+    for stage, *key in _every_job(teachers, pairs, params.keys("evaluate.benchmarks")):
+        importlib.import_module(f"pipeline.{stage}").settings(params, *key)
+    importlib.import_module("alambique.evaluate").check_benchmarks(params.keys("evaluate.benchmarks"))
+
+
+def _every_job(teachers: list[str], pairs: list[str], benchmarks: list[str]) -> list[tuple[str, ...]]:
+    """The words after `pipeline.run` of every stage that dvc.yaml makes from these keys."""
+    return [
+        *((stage, teacher) for stage in ("prepare", "teacher") for teacher in teachers),
+        *((stage, pair) for stage in ("student", "distill", "report") for pair in pairs),
+        *(("evaluate", "teacher", teacher, benchmark) for teacher in teachers for benchmark in benchmarks),
+        *(("evaluate", kind, p, b) for kind in ("student", "distill") for p in pairs for b in benchmarks),
+        *(("evaluate", "heldout", pair) for pair in pairs),
+    ]
+
+
+def run(file: str = "params.yaml") -> None:
+    """Print one line when all is well."""
+    check_params(Path(file))
+    print(f"{file}: every stage's settings are valid")
+
+
+if __name__ == "__main__":
+    sys.exit(job_main(run))
