@@ -1,0 +1,25 @@
+"""Folders outside DVC: they belong to the main checkout, so that experiments in temporary copies share them."""
+
+import os
+from pathlib import Path
+
+_EXPERIMENTS = "/.dvc/tmp/exps/"  # where `dvc exp run --temp` and `--queue` put their copies of the checkout
+
+
+def main_checkout() -> Path:
+    """The checkout that a person works in, also when DVC runs a stage in a temporary copy below it.
+
+    DVC names its root in ``DVC_ROOT``; a stage started by hand runs in the root itself.
+    """
+    root = os.environ.get("DVC_ROOT") or str(Path.cwd())
+    return Path(root.split(_EXPERIMENTS, 1)[0])
+
+
+def assets_dir() -> Path:
+    """Downloads and converted models: ``ALAMBIQUE_ASSETS``, or ``.assets`` in the main checkout. Safe to delete."""
+    return Path(os.environ.get("ALAMBIQUE_ASSETS") or main_checkout() / ".assets")
+
+
+def work_dir() -> Path:
+    """Checkpoints and captured shards that survive a kill: ``ALAMBIQUE_WORK``, or ``.work`` in the main checkout."""
+    return Path(os.environ.get("ALAMBIQUE_WORK") or main_checkout() / ".work")

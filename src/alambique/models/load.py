@@ -1,0 +1,166 @@
+"""Causal language models from a local folder, with the backbone and the output head apart.
+
+The losses and the teacher's capture project hidden states chunk by chunk, so they never call ``lm_head`` on a sequence.
+
+Dimensions: B rows, S positions, D hidden size, V rows of the output head (padding included).
+"""
+
+import json
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
+
+from alambique.core.errors import UserError
+from alambique.core.files import read_json, sha256_json
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+# Largest difference between packed and separate runs that rounding explains, as a share of the largest logit.
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # assumption, per significand bits
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a local model folder.
+
+    Raises:
+        UserError: the folder has no tokenizer that transformers can read.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} has no tokenizer that can be loaded ({reason}): name a model with its own.") from error
+    return tokenizer
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash what decides token ids: vocabulary, merges, normaliser, special tokens and chat template.
+
+    Names of files, versions and settings of one call (padding, truncation) don't count.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules = {"vocab": tokenizer.get_vocab()}
+    else:
+        rules = json.loads(backend.to_str())
+        rules = {key: value for key, value in rules.items() if key not in ("padding", "truncation", "version")}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return sha256_json({"rules": rules, "special": special, "chat_template": tokenizer.chat_template})
+
+
+def load_model(path: Path, *, dtype: DtypeName, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
+    """Load a causal language model from a local folder, in eval mode, without remote code.
+
+    MXFP4 checkpoints (gpt-oss) are expanded to ``dtype``: packed experts can be neither trained nor pruned.
+
+    Raises:
+        UserError: the folder is no causal language model, or ``attention`` doesn't suit it.
+    """
+    settings = read_json(path / "config.json", "Name a folder that holds a transformers model.")
+    quantised = (settings.get("quantization_config") or {}).get("quant_method")
+    extra = {"quantization_config": Mxfp4Config(dequantize=True)} if quantised == "mxfp4" else {}
+    if device.type == "cuda":
+        extra["device_map"] = {"": device}  # weights go straight to the GPU
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True, **extra
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{path} can't be loaded as a causal language model: {reason}") from error
+    return model
+
+
+class SplitModel:
+    """A causal language model as a backbone that gives hidden states and a head that is only a weight.
+
+    The logits of a position are ``cap·tanh(z / cap)`` with ``z = logit_scale · (hidden · head_weightᵀ + bias)``, or z
+    itself where ``logit_softcap`` is None. ``head_weight_VD`` is the live parameter, tied to the embeddings where
+    the model ties them.
+
+    Raises:
+        UserError: the model has no plain linear output head.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        head = model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or not head.weight.dtype.is_floating_point:
+            kind = type(head).__name__
+            raise UserError(f"{type(model).__name__} has a {kind} as its output head; only a plain linear one will do.")
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.head_weight_VD = cast(nn.Parameter, head.weight)
+        self.head_bias_V: Tensor | None = head.bias
+        self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.logit_scale = _logit_scale(self.config)
+        self._backbone = model.get_decoder() if model.get_decoder() is not model else model.base_model
+        self._flatten = "flash" in (self.config._attn_implementation or "")
+
+    def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
+        """Hidden states after the final norm, [B, S, D]; each document attends only to itself, from position 0.
+
+        transformers derives the block-diagonal mask from positions that restart (``masking_utils``), if it is given
+        neither a mask nor a cache. Its flash kernels do so only for one row, hence the flattening.
+        """
+        position_ids_BS = positions(document_ids_BS)
+        shape = input_ids_BS.shape
+        if self._flatten:
+            input_ids_BS, position_ids_BS = input_ids_BS.reshape(1, -1), position_ids_BS.reshape(1, -1)
+        output = self._backbone(input_ids=input_ids_BS, position_ids=position_ids_BS, use_cache=False)
+        hidden_BSD: Tensor = output.last_hidden_state
+        return hidden_BSD.reshape(*shape, hidden_BSD.shape[-1])
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits of hidden states [..., D] -> [..., V]: the plain definition, for checks and small evaluations."""
+        z_NV = self.logit_scale * nn.functional.linear(hidden_ND, self.head_weight_VD, self.head_bias_V)
+        if self.logit_softcap is None:
+            return z_NV
+        return self.logit_softcap * torch.tanh(z_NV / self.logit_softcap)
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Prove on eight tokens that this model can be split and packed, before hours depend on it.
+
+        Compares the split logits of packed documents with the model's own logits of each document alone. An
+        architecture that transforms logits in another way, or whose attention or state leaks between packed
+        documents (recurrent models, attention kernels that ignore positions), shows here.
+
+        Raises:
+            UserError: they differ by more than rounding.
+        """
+        device = self.head_weight_VD.device
+        documents_BS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1, 1]], device=device)
+        ids_BS = (torch.arange(16, device=device).reshape(2, 8) * 7 + 3) % self.head_weight_VD.shape[0]
+        packed_BSV = self.logits(self.hidden(ids_BS, documents_BS))
+        for row, cut in ((0, 3), (1, 5)):
+            for part in (slice(0, cut), slice(cut, 8)):
+                alone_SV = self.model(input_ids=ids_BS[row : row + 1, part], use_cache=False).logits[0]
+                worst = (packed_BSV[row, part] - alone_SV).abs().max() / alone_SV.abs().max()
+                if not worst <= _ROUNDING[self.head_weight_VD.dtype]:
+                    raise UserError(
+                        f"{type(self.model).__name__} with {self.config._attn_implementation} attention gives logits "
+                        f"that differ by {worst:.0%} when documents are packed or the head is applied apart: "
+                        "choose another `attention`, or another model."
+                    )
+
+
+def positions(document_ids_BS: Tensor) -> Tensor:
+    """Position of each token in its document, [B, S] int64, from 0 at every change of document id."""
+    index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
+    starts_BS = torch.zeros_like(document_ids_BS, dtype=torch.bool)
+    starts_BS[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    first_BS = torch.where(starts_BS, index_S, 0).cummax(dim=1).values
+    return index_S - first_BS
+
+
+def _logit_scale(config: object) -> float:
+    """The factor between the head's product and the logits: families name it, and even invert it, differently."""
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:
+        inverted = not str(getattr(config, "model_type", "")).startswith("hyperclovax")
+        return 1.0 / float(scaling) if inverted else float(scaling)  # Granite divides, HyperCLOVA X multiplies
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
+        if (scale := getattr(config, name, None)) is not None:
+            return float(scale)
+    return 1.0
