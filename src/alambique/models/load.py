@@ -12,6 +12,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import create_masks_for_generate
 
 from alambique.core.errors import UserError
 from alambique.core.files import read_json, sha256_json
@@ -101,14 +102,24 @@ class SplitModel:
     def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
         """Hidden states after the final norm, [B, S, D]; each document attends only to itself, from position 0.
 
-        transformers derives the block-diagonal mask from positions that restart (``masking_utils``), if it is given
-        neither a mask nor a cache. Its flash kernels do so only for one row, hence the flattening.
+        The block-diagonal masks come from transformers' own mask builder, which sees documents where positions
+        restart. They are passed in because not every model forwards its positions to that builder (gpt-oss in 5.24
+        doesn't, and silently attends across documents). Flash kernels take no mask and read the positions, but only
+        of a single row, hence the flattening.
         """
-        position_ids_BS = positions(document_ids_BS)
-        shape = input_ids_BS.shape
+        shape, position_ids_BS = input_ids_BS.shape, positions(document_ids_BS)
         if self._flatten:
             input_ids_BS, position_ids_BS = input_ids_BS.reshape(1, -1), position_ids_BS.reshape(1, -1)
-        output = self._backbone(input_ids=input_ids_BS, position_ids=position_ids_BS, use_cache=False)
+        mask = create_masks_for_generate(
+            config=self.config,
+            inputs_embeds=self.head_weight_VD.new_empty((*input_ids_BS.shape, 0)),  # for its shape, dtype and device
+            attention_mask=None,
+            cache=None,
+            position_ids=position_ids_BS,
+        )
+        output = self._backbone(
+            input_ids=input_ids_BS, position_ids=position_ids_BS, attention_mask=mask, use_cache=False
+        )
         hidden_BSD: Tensor = output.last_hidden_state
         return hidden_BSD.reshape(*shape, hidden_BSD.shape[-1])
 
