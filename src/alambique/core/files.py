@@ -1,6 +1,7 @@
-"""Files that are either whole or absent: atomic writes, hashes, manifests."""
+"""Files that are either whole or absent: atomic writes, hashes, locks, manifests."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -28,6 +29,13 @@ def sha256_file(path: Path) -> str:
         while block := stream.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def sha256_folder(folder: Path) -> str:
+    """Hex sha256 of a folder's content: of the sorted lines ``SHA256  RELATIVE/PATH`` of all its files."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    lines = sorted(f"{sha256_file(path)}  {path.relative_to(folder).as_posix()}\n" for path in files)
+    return sha256_bytes("".join(lines).encode())
 
 
 def sha256_json(value: Any) -> str:
@@ -89,6 +97,15 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         scratch.replace(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path) -> Iterator[None]:
+    """Hold ``lock`` (a file that stays behind, empty) against other processes; the kernel frees it if this one dies."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def link_or_copy(source: Path, target: Path) -> None:
