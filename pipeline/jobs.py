@@ -1,0 +1,300 @@
+"""One job: a child process `python -m pipeline.STAGE KEY...` with a GPU slot, a deadline and a verdict on its end.
+
+Knows nothing of Prefect, and is not imported by stages, so that a change here makes no result stale.
+"""
+
+import contextlib
+import enum
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alambique.core.errors import UserError
+from alambique.core.places import work_dir
+from alambique.core.progress import PROGRESS_FILE
+from pipeline import processes
+from pipeline.terminal import Relay
+
+SLOTS = "ALAMBIQUE_SLOTS"
+DEADLINE = "ALAMBIQUE_DEADLINE_SECONDS"
+STOP = "ALAMBIQUE_STOP_SECONDS"
+_DEADLINE_SECONDS = 7 * 24 * 3600.0  # assumption: longer than any job meant, shorter than a hang nobody looks at
+_STOP_SECONDS = 10.0  # assumption: time to write a checkpoint after SIGTERM; more for large models
+_LOCK_WAIT_SECONDS = 30.0  # assumption: a stopped run of the same stage is still saving
+EXIT_USER_ERROR = 2
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, with a checkpoint
+# What a second try can get past: the GPU's memory was full of something else, or its neighbours went away.
+_TRANSIENT = re.compile(
+    r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory|\bnccl\w*Error\b"
+    r"|NCCL (?:error|timeout|communicator)|Watchdog caught collective operation timeout"
+)
+
+
+class Status(enum.Enum):
+    """How a job ended, by what to do about it."""
+
+    OK = "ok"
+    USER_ERROR = "user error"  # never retried: only a person can fix it
+    RESUMABLE = "stopped"  # somebody asked it to stop; the next run goes on from its checkpoint
+    RETRYABLE = "killed"  # may pass the next time
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job's end: its status, the exit status (negative: signal), and a phrase for people."""
+
+    status: Status
+    returncode: int
+    reason: str
+
+
+def classify(returncode: int, stderr_tail: str) -> Outcome:
+    """Judge an ended job by its exit status and the last lines that it wrote to stderr."""
+    if returncode == 0:
+        return Outcome(Status.OK, 0, "finished")
+    if returncode == EXIT_USER_ERROR:
+        return Outcome(Status.USER_ERROR, returncode, "was refused")
+    if returncode == EXIT_RESUMABLE:
+        return Outcome(Status.RESUMABLE, returncode, "was stopped and can be resumed")
+    if returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return Outcome(Status.RETRYABLE, returncode, "was killed (signal 9; often the machine's memory was full)")
+    if found := _TRANSIENT.search(stderr_tail):
+        return Outcome(Status.RETRYABLE, returncode, f"failed with {found.group()!r}")
+    how = f"was ended by signal {-returncode}" if returncode < 0 else f"failed with exit status {returncode}"
+    return Outcome(Status.FAILED, returncode, how)
+
+
+def command(stage: str, key: Sequence[str]) -> list[str]:
+    """The job's command line. A job on several GPUs or hosts differs from this one only here (torchrun)."""
+    return [sys.executable, "-m", f"pipeline.{stage}", *key]
+
+
+def seconds_from_env(name: str, default: float) -> float:
+    """A positive number of seconds from the environment."""
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if value <= 0:
+        raise UserError(f"{name}={text} must be a number of seconds above 0: correct or unset it.")
+    return value
+
+
+def stop_seconds() -> float:
+    """Seconds between SIGTERM and SIGKILL when a job is stopped."""
+    return seconds_from_env(STOP, _STOP_SECONDS)
+
+
+def visible_gpus() -> list[str]:
+    """GPU names for CUDA_VISIBLE_DEVICES: what that variable already allows, or every GPU that the driver lists."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        return [name.strip() for name in allowed.split(",") if name.strip() not in ("", "-1")]
+    nvml = importlib.import_module("pynvml")  # cheap, where importing torch takes seconds
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver, no GPU
+        return []
+    return [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+
+
+def slot_count(gpus: Sequence[str]) -> int:
+    """Jobs that may run at once on this host: ``ALAMBIQUE_SLOTS``, or one per GPU, or one."""
+    text = os.environ.get(SLOTS, "")
+    if not text:
+        return max(1, len(gpus))
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"{SLOTS}={text} must be a whole number above 0: correct or unset it.")
+    return int(text)
+
+
+def try_lock(path: Path) -> int | None:
+    """Take an exclusive flock on ``path`` and return its descriptor, or None while another process holds it.
+
+    The kernel frees the lock when the last process that holds the descriptor ends, however it ends.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
+
+
+def slug(stage: str, key: Sequence[str]) -> str:
+    """The job's name in file names: stage, key, and the checkout, because experiments share one work folder."""
+    checkout = hashlib.sha256(str(Path.cwd()).encode()).hexdigest()[:8]
+    return "-".join([stage, *key, checkout])
+
+
+@contextlib.contextmanager
+def stage_lock(stage: str, key: Sequence[str]) -> Iterator[int]:
+    """Hold the lock of one stage and key, so that two runs can't write the same files; gives its descriptor.
+
+    Raises:
+        UserError: another run still held it after 30 seconds.
+    """
+    path = work_dir() / "locks" / f"{slug(stage, key)}.lock"
+    end = time.monotonic() + _LOCK_WAIT_SECONDS
+    while (descriptor := try_lock(path)) is None:
+        if time.monotonic() > end:
+            raise UserError(
+                f"another process ({path.read_text().strip() or 'unknown'}) is running {stage} {' '.join(key)} in this "
+                "checkout: wait for it or stop it, then run again."
+            )
+        time.sleep(0.2)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class Job:
+    """One job and its restarts. Use it in a ``with`` block: nothing that it started outlives the block.
+
+    ``outcome`` is the verdict on the latest attempt; ``attempts`` counts the processes started, and
+    ``started_at`` is the time, in seconds since the epoch, of the latest.
+    """
+
+    def __init__(self, stage: str, key: Sequence[str]) -> None:
+        self.stage, self.key = stage, tuple(key)
+        self.label = " ".join([stage, *key])
+        self.outcome: Outcome | None = None
+        self.attempts = 0
+        self.progress_file = work_dir() / "progress" / f"{slug(stage, key)}.jsonl"
+        self._gpus = visible_gpus()
+        self._slots = slot_count(self._gpus)
+        self._deadline_seconds = seconds_from_env(DEADLINE, _DEADLINE_SECONDS)
+        self._stop_seconds = stop_seconds()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._relay: Relay | None = None
+        self._slot: int | None = None
+        self._locks = contextlib.ExitStack()
+        self._started = 0.0
+        self.started_at = 0.0
+        self._progress_read = 0
+
+    def __enter__(self) -> "Job":
+        self._lock = self._locks.enter_context(stage_lock(self.stage, self.key))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self.stop()
+        finally:
+            self._locks.close()
+
+    def try_start(self) -> bool:
+        """Start the process if it isn't started; False while every slot of the host is taken."""
+        if self._process is not None:
+            return True
+        for index in range(self._slots):
+            self._slot = try_lock(work_dir() / "slots" / str(index))
+            if self._slot is not None:
+                self._start(index)
+                return True
+        return False
+
+    def _start(self, slot: int) -> None:
+        assert self._slot is not None
+        self.progress_file.parent.mkdir(parents=True, exist_ok=True)
+        self.progress_file.write_bytes(b"")
+        self._progress_read = 0
+        env = {**os.environ, PROGRESS_FILE: str(self.progress_file)}
+        if self._gpus:
+            env["CUDA_VISIBLE_DEVICES"] = self._gpus[slot % len(self._gpus)]
+        self.outcome = None
+        self.attempts += 1
+        self._relay = Relay()
+        self._started, self.started_at = time.monotonic(), time.time()
+        # The job inherits both locks: they are held for as long as it lives, even if this process is killed.
+        self._process = processes.start(
+            command(self.stage, self.key),
+            env=env,
+            pass_fds=[self._lock, self._slot],
+            stderr=self._relay.write_end,
+        )
+        self._relay.close_write_end()
+
+    def poll(self, seconds: float) -> Outcome | None:
+        """Wait up to ``seconds``; return the verdict once the job has ended or has been stopped at its deadline."""
+        if self.outcome is not None or self._process is None or self._relay is None:
+            return self.outcome
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(seconds)
+            self.stop()
+            self.outcome = classify(code, self._relay.tail())
+            return self.outcome
+        if time.monotonic() - self._started > self._deadline_seconds:
+            self.stop()
+            reason = f"was stopped at its deadline of {self._deadline_seconds:g} seconds ({DEADLINE})"
+            self.outcome = Outcome(Status.FAILED, self._process.returncode, reason)
+        return self.outcome
+
+    def wait(self) -> Outcome:
+        """Start when a slot is free, and wait for the end."""
+        while not self.try_start():
+            time.sleep(0.5)
+        while (outcome := self.poll(0.5)) is None:
+            pass
+        return outcome
+
+    def stop(self) -> None:
+        """End the process group if it lives (SIGTERM, time to save, SIGKILL) and free the slot."""
+        if self._process is None or self._slot is None:
+            return
+        with _uninterrupted():
+            processes.stop(self._process, self._stop_seconds)
+            if self._relay is not None:
+                self._relay.finish()
+            os.close(self._slot)
+            self._slot = None
+
+    def reset(self) -> None:
+        """Stop, and let the next :meth:`try_start` begin another attempt."""
+        self.stop()
+        self._process = None
+
+    def new_lines(self) -> list[str]:
+        """Lines of the job's stderr since the last call; of a progress bar only its latest state."""
+        return self._relay.new_lines() if self._relay is not None else []
+
+    def new_progress(self) -> list[dict[str, Any]]:
+        """Progress records that the job has written since the last call (see ``alambique.core.progress``)."""
+        with contextlib.suppress(FileNotFoundError), self.progress_file.open("rb") as stream:
+            stream.seek(self._progress_read)
+            whole, newline, _ = stream.read().rpartition(b"\n")
+            self._progress_read += len(whole) + len(newline)
+            return [json.loads(line) for line in whole.splitlines() if line]
+        return []
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let a stop run to its end: a second ^C is the supervisor's to act on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)

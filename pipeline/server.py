@@ -1,0 +1,91 @@
+"""A Prefect server on this machine for as long as it is needed: quiet, offline, its state in the main checkout."""
+
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+from alambique.core.places import main_checkout
+from pipeline import processes
+
+API_URL = "PREFECT_API_URL"
+PORT = 4200  # Prefect's own default, which its pages expect
+_READY_SECONDS = 120.0  # assumption: a first start makes a database, 15 s on two idle cores
+_STOP_SECONDS = 5.0  # assumption
+_DEFAULTS = {
+    "DO_NOT_TRACK": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+    "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
+    # The terminal shows the job itself. Its lines go to the run's log, which is why the level can't simply be raised.
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    "PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL": "INFO",
+    "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "INFO",
+    # Round trips that a server of the same installation doesn't need.
+    "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
+    "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
+    # A server that went away must not hold a finished job for minutes.
+    "PREFECT_CLIENT_MAX_RETRIES": "2",
+}
+
+
+def set_defaults() -> None:
+    """Set Prefect's environment where the user hasn't; do it before Prefect is imported."""
+    for name, value in {"PREFECT_HOME": str(main_checkout().resolve() / ".prefect"), **_DEFAULTS}.items():
+        os.environ.setdefault(name, value)
+
+
+def free_port(preferred: int = 0) -> int:
+    """``preferred`` if nothing listens there, else any free port of the loopback."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return int(probe.getsockname()[1])
+    raise OSError("no free port on 127.0.0.1")
+
+
+@contextlib.contextmanager
+def local_server(port: int | None = None) -> Iterator[str]:
+    """Start a server and give its API's address at once (see :func:`wait_until_ready`); stop it at the end."""
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    env = {**os.environ, API_URL: url, "PREFECT_UI_API_URL": url}
+    server = processes.start(
+        [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+        signal.SIGTERM,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield url
+    finally:
+        processes.stop(server, _STOP_SECONDS)
+
+
+def wait_until_ready(url: str) -> None:
+    """Wait until the server at ``url`` answers.
+
+    Raises:
+        TimeoutError: it did not within two minutes.
+    """
+    end = time.monotonic() + _READY_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2.0):
+                return
+        except (urllib.error.URLError, OSError, http.client.HTTPException):
+            if time.monotonic() > end:
+                raise TimeoutError(f"no Prefect server answers at {url}") from None
+            time.sleep(0.1)

@@ -1,0 +1,270 @@
+"""The seam to MLflow: experiment *pairs* (one row per pair and chain) and experiment *jobs* (live curves).
+
+MLflow is imported when first used (two seconds). The store is ``mlflow.db`` in the main checkout, or
+``MLFLOW_TRACKING_URI``. Names in MLflow can't hold an @, and params can be written once only.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ruamel.yaml import YAML
+
+from alambique.core.errors import UserError
+from alambique.core.files import sha256_json
+from alambique.core.params import Params
+from alambique.core.places import main_checkout
+
+PAIRS, JOBS = "pairs", "jobs"
+UI_ADDRESS = "http://127.0.0.1:5000"  # where `make ui` serves
+FINGERPRINT_TAG = "fingerprint"
+_PARAM_CHARACTERS = 6000  # mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
+_TAG_CHARACTERS = 8000  # mlflow.utils.validation.MAX_TAG_VAL_LENGTH
+_BATCH = 100  # mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH
+_DIGEST_CHARACTERS = 36  # of a dataset; an MD5 by DVC with ".dir" just fits
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a pair was trained or measured on: ``digest`` is its DVC hash, ``context`` such as "distill"."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+def tracking_uri() -> str:
+    """The store's address: ``MLFLOW_TRACKING_URI``, or sqlite in the main checkout by its absolute path."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{main_checkout().resolve() / 'mlflow.db'}"
+
+
+@contextlib.contextmanager
+def _store_lock() -> Iterator[None]:
+    """One writer at a time: four that meet on a new database break each other's migrations."""
+    with (main_checkout() / ".mlflow.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # closing the file frees it
+        yield
+
+
+def _client() -> Any:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("DO_NOT_TRACK", "true")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # else it tells of each table it makes
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=tracking_uri())
+
+
+def _experiment_id(client: Any, name: str) -> str:
+    """Find or make an experiment; hold the store's lock."""
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    # Without a location MLflow would take ./mlruns of whatever folder the first writer ran in.
+    location = None
+    if tracking_uri().startswith("sqlite:"):
+        location = (main_checkout().resolve() / "mlruns" / name).as_uri()
+    return str(client.create_experiment(name, artifact_location=location))
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", text)
+
+
+def chain_fingerprint(pair: str, lock_path: Path = Path("dvc.lock")) -> str:
+    """Name everything that decides ``pair``'s results: 16 hex digits.
+
+    Hashes the dependencies and params that dvc.lock records for each stage of the pair's chain, evaluations included.
+    DVC writes dvc.lock after every stage, so `report` finds the whole chain there.
+
+    Raises:
+        UserError: the chain isn't in dvc.lock yet.
+    """
+    chain = {
+        name: {
+            "deps": {dep["path"]: dep.get("md5") or dep.get("hash") for dep in entry.get("deps", [])},
+            "params": entry.get("params", {}),
+        }
+        for name, entry in _chain(pair, lock_path).items()
+    }
+    return sha256_json({"pair": pair, "chain": chain})[:16]
+
+
+def dvc_hashes(pair: str, lock_path: Path = Path("dvc.lock")) -> dict[str, str]:
+    """DVC's hash of every output of the pair's chain, by path."""
+    return {out["path"]: str(out.get("md5", "")) for entry in _chain(pair, lock_path).values() for out in entry["outs"]}
+
+
+def _chain(pair: str, lock_path: Path) -> dict[str, dict[str, Any]]:
+    """Entries of dvc.lock for the stages that `report` of ``pair`` rests on, by name."""
+    params = Params.load()
+    teacher = str(params.get(f"pairs.{pair}.teacher"))
+    benchmarks = params.get("evaluate.benchmarks")
+    if not lock_path.is_file():
+        raise UserError(f"{lock_path} does not exist: run `make repro`, so that DVC records the stages.")
+    stages: dict[str, dict[str, Any]] = YAML(typ="safe").load(lock_path.read_text()).get("stages", {})
+    wanted = [f"prepare@{teacher}", f"teacher@{teacher}", f"student@{pair}", f"distill@{pair}"]
+    missing = [name for name in wanted if name not in stages]
+    if missing:
+        raise UserError(f"{lock_path} has no {missing[0]}: run `dvc repro report@{pair}`, not the stage alone.")
+    # dvc.lock keeps what was removed from params.yaml, so evaluations are chosen by the files that they make now.
+    results = {f"results/evaluate/heldout/{pair}.json"}
+    for benchmark in benchmarks:
+        results.add(f"results/evaluate/teacher/{teacher}/{benchmark}.json")
+        results |= {f"results/evaluate/{kind}/{pair}/{benchmark}.json" for kind in ("student", "distill")}
+    wanted += [name for name, entry in stages.items() if any(o["path"] in results for o in entry.get("outs", []))]
+    return {name: stages[name] for name in sorted(wanted)}
+
+
+def git_state() -> dict[str, str]:
+    """Tags ``git_commit`` and ``git_dirty``; empty outside a Git checkout."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], capture_output=True, text=True, check=True)
+        except (subprocess.CalledProcessError, FileNotFoundError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return {}
+    # dvc.lock changes with every run and says nothing about the code.
+    dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!dvc.lock")
+    return {"git_commit": commit, "git_dirty": str(bool(dirty)).lower()}
+
+
+def record_pair(
+    pair: str,
+    fingerprint: str,
+    params: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str],
+    artifacts: Sequence[Path],
+    datasets: Iterable[Dataset] = (),
+) -> str:
+    """Write the one row of (``pair``, ``fingerprint``) in experiment *pairs*, or update it; return its run id.
+
+    ``params`` is flat, by dotted name; ``metrics`` are named ``teacher/…``, ``distill/…``, ``eval/…``. Tags for the
+    pair, the fingerprint, Git and a DVC experiment are added here. A row left incomplete by a kill is completed.
+    """
+    client = _client()
+    all_tags = {"pair": pair, **git_state(), **tags}
+    if experiment := os.environ.get("DVC_EXP_NAME"):
+        all_tags["dvc_exp"] = experiment
+    with _store_lock():
+        experiment_id = _experiment_id(client, PAIRS)
+        query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
+        found = client.search_runs([experiment_id], query, max_results=1)
+        # Both tags come with the row itself: a kill can't leave a row that the next search would miss.
+        identity = {FINGERPRINT_TAG: fingerprint, "pair": pair}
+        run = (
+            found[0] if found else client.create_run(experiment_id, run_name=f"{pair}-{fingerprint[:6]}", tags=identity)
+        )
+        _write(client, run, params, metrics, all_tags)
+        if not run.inputs.dataset_inputs:
+            client.log_inputs(run.info.run_id, [_dataset_input(dataset) for dataset in datasets])
+        for path in artifacts:
+            client.log_artifact(run.info.run_id, str(path))
+        client.set_terminated(run.info.run_id)
+    return str(run.info.run_id)
+
+
+def _write(
+    client: Any, run: Any, params: Mapping[str, Any], metrics: Mapping[str, float], tags: Mapping[str, str]
+) -> None:
+    """Write what ``run`` doesn't hold yet, or holds with another value."""
+    from mlflow.entities import Metric, Param, RunTag
+
+    now_ms = int(time.time() * 1000)
+    had = run.data
+    new_metrics = [
+        Metric(_name(key), float(value), now_ms, 0)
+        for key, value in metrics.items()
+        if had.metrics.get(_name(key)) != float(value)
+    ]
+    new_params = [
+        Param(_name(key), _text(value)[:_PARAM_CHARACTERS])
+        for key, value in params.items()
+        if _name(key) not in had.params
+    ]
+    new_tags = [RunTag(_name(key), str(value)[:_TAG_CHARACTERS]) for key, value in tags.items()]
+    client.log_batch(run.info.run_id, metrics=new_metrics, params=new_params[:_BATCH], tags=new_tags[:_BATCH])
+    for start in range(_BATCH, max(len(new_params), len(new_tags)), _BATCH):
+        part = slice(start, start + _BATCH)
+        client.log_batch(run.info.run_id, params=new_params[part], tags=new_tags[part])
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _dataset_input(dataset: Dataset) -> Any:
+    from mlflow.entities import Dataset as Entity
+    from mlflow.entities import DatasetInput, InputTag
+
+    digest = dataset.digest[:_DIGEST_CHARACTERS]
+    entity = Entity(name=dataset.name, digest=digest, source_type="local", source=dataset.source)
+    return DatasetInput(entity, [InputTag("mlflow.data.context", dataset.context)])
+
+
+def run_link(run_id: str) -> str:
+    """Address of one run's page while `make ui` runs."""
+    experiment_id = _client().get_run(run_id).info.experiment_id
+    return f"{UI_ADDRESS}/#/experiments/{experiment_id}/runs/{run_id}"
+
+
+def compare_link(run_ids: Sequence[str]) -> str:
+    """Address of the page that compares runs of one experiment while `make ui` runs."""
+    experiment_id = _client().get_run(run_ids[0]).info.experiment_id
+    runs, experiments = (quote(json.dumps(ids, separators=(",", ":"))) for ids in (list(run_ids), [experiment_id]))
+    return f"{UI_ADDRESS}/#/compare-runs?runs={runs}&experiments={experiments}"
+
+
+class LiveRun:
+    """One run in experiment *jobs* while a job runs: its curves, and the machine's load every ten seconds."""
+
+    def __init__(self, stage: str, key: Sequence[str]) -> None:
+        self._client = _client()
+        tags = {"stage": stage, "key": " ".join(key), **git_state()}
+        with _store_lock():
+            experiment_id = _experiment_id(self._client, JOBS)
+            run = self._client.create_run(experiment_id, run_name="-".join([stage, *key]), tags=tags)
+        self.run_id = str(run.info.run_id)
+        self._monitor = self._start_monitor()
+
+    def _start_monitor(self) -> Any:
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        monitor = SystemMetricsMonitor(self.run_id, tracking_uri=tracking_uri())
+        monitor.start()
+        return monitor
+
+    def log(self, points: Iterable[Mapping[str, Any]]) -> None:
+        """Log the numbers of progress records (``alambique.core.progress``), each at its count of work done."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [
+            Metric(_name(name), float(value), now_ms, int(point["done"]))
+            for point in points
+            for name, value in point.items()
+            if name not in ("description", "done", "total", "unit") and isinstance(value, int | float)
+        ]
+        for start in range(0, len(metrics), 1000):  # MAX_METRICS_PER_BATCH
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
+
+    def finish(self, status: str) -> None:
+        """End the run: ``FINISHED``, ``FAILED`` or ``KILLED``."""
+        self._monitor.finish()
+        self._client.set_terminated(self.run_id, status=status)
