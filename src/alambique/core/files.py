@@ -91,6 +91,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
         yield scratch
+        for path in scratch.rglob("*"):
+            if path.is_file() and path.stat().st_mode & 0o777 == 0o600:
+                path.chmod(0o644)  # safetensors writes 0600, which would survive into shared caches
         scratch.chmod(0o755)
         if target.exists():
             shutil.rmtree(target)

