@@ -1,0 +1,106 @@
+"""Checkpoints that a kill can't spoil: whole folders of safetensors and JSON, each file hashed, the last two kept.
+
+The order of rows and torch's random numbers are functions of seed and step (:mod:`alambique.train.data`,
+:mod:`alambique.train.loop`), so weights, optimiser state and the step number are the whole state of a run.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from alambique.core.errors import UserError
+from alambique.core.files import atomic_folder, read_json, read_manifest, sha256_file, write_json, write_manifest
+
+_KEPT = 2  # a damaged one must have a predecessor
+_WEIGHTS, _OPTIMISER, _STATE = "weights.safetensors", "optimiser.safetensors", "state.json"
+_BYTES_PER_PARAMETER = 12  # fp32 weight and AdamW's two moments
+
+
+def bytes_needed(model: nn.Module, folder: Path) -> int:
+    """Disk space that checkpoints may still take: those kept and one being written, less what is there already."""
+    parameters = sum(p.numel() for p in model.parameters())
+    there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return max(0, (_KEPT + 1) * _BYTES_PER_PARAMETER * parameters - there)
+
+
+def save(folder: Path, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+    """Write the checkpoint of ``step`` completed steps into ``folder``, atomically, then drop all but the last two.
+
+    ``state`` is any JSON value that the caller wants back from :func:`restore`.
+    """
+    target = folder / f"step_{step:08d}"
+    with atomic_folder(target) as scratch:
+        save_file({name: value.contiguous() for name, value in _weights(model)}, scratch / _WEIGHTS)
+        save_file(dict(_optimiser_tensors(model, optimiser)), scratch / _OPTIMISER)
+        write_json(scratch / _STATE, state)
+        write_manifest(scratch, {"step": step})
+    for old in _newest_first(folder)[_KEPT:]:
+        shutil.rmtree(old)
+    return target
+
+
+def restore(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Load the newest whole checkpoint into ``model`` and ``optimiser``; returns its ``state``, or None if none is.
+
+    A damaged one is found by its hashes, named on stderr, removed, and the one before it is used.
+    """
+    for path in _newest_first(folder):
+        damage = _damage(path)
+        if damage is None:
+            _load(path, model, optimiser)
+            state: dict[str, Any] = read_json(path / _STATE)
+            return state
+        print(f"warning: checkpoint {path} is damaged ({damage}); using the one before it", file=sys.stderr)
+        shutil.rmtree(path)
+    return None
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step_*"), reverse=True)
+
+
+def _damage(path: Path) -> str | None:
+    """Say what is wrong with a checkpoint, or None."""
+    try:
+        manifest = read_manifest(path, "")
+    except UserError as error:
+        return str(error)
+    for name in (_WEIGHTS, _OPTIMISER, _STATE):
+        listed = manifest["files"].get(name)
+        if listed is None or not (path / name).is_file():
+            return f"{name} is missing"
+        if sha256_file(path / name) != listed["sha256"]:
+            return f"{name} doesn't match its hash"
+    return None
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, each once though two names may share it, and the buffers that a model folder would hold."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    yield from ((name, p.detach()) for name, p in model.named_parameters())
+    yield from ((name, b) for name, b in model.named_buffers() if name in persistent)
+
+
+def _optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        for key, value in optimiser.state.get(parameter, {}).items():
+            yield f"{name}/{key}", value
+
+
+def _load(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+    """Copy tensors into the memory that the fresh run allocated, so that alignment can't change a rounding."""
+    saved = load_file(path / _WEIGHTS)
+    with torch.no_grad():
+        for name, value in _weights(model):
+            value.copy_(saved[name])
+    parameters = dict(model.named_parameters())
+    for name, value in load_file(path / _OPTIMISER).items():
+        owner, _, key = name.rpartition("/")
+        parameter = parameters[owner]
+        optimiser.state[parameter][key] = value.to(parameter.device, copy=True)

@@ -1,0 +1,77 @@
+"""The trained student as a folder that transformers loads, with a model card that says where it came from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from alambique.core.files import atomic_folder, write_bytes, write_manifest
+from alambique.train.config import DistillConfig
+from alambique.train.state import DistillResult
+
+# The weights are shipped as training computed with them: under bf16 autocast every product already saw the weights
+# rounded to bf16, so the folder is half the size at no loss, and what is measured later is what is shipped.
+_SHIPPED = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def export_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    precision: str,
+    card: str,
+    facts: Mapping[str, Any],
+) -> None:
+    """Write weights, config, tokenizer, README.md and ``manifest.json`` (``facts`` and file hashes), all or nothing.
+
+    ``model`` is converted in place to the dtype of ``precision``. The same model gives the same bytes.
+    """
+    model.eval().to(_SHIPPED[precision])
+    with atomic_folder(out) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        write_bytes(scratch / "README.md", card.encode())
+        write_manifest(scratch, facts)
+
+
+def model_card(name: str, result: DistillResult, config: DistillConfig, lineage: Mapping[str, str]) -> str:
+    """A model card in Markdown; it holds nothing that changes from run to run, such as dates and speeds."""
+    first, last = result.curve[0], result.curve[-1]
+    loss = config.loss.model_dump(exclude_defaults=True)
+    told = ", ".join(f"{key} = {value}" for key, value in loss.items()) or "all defaults"
+    table = "\n".join(f"| {key} | {value} |" for key, value in lineage.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [knowledge-distillation]
+---
+# {name}
+
+A language model distilled with Alambique: trained to give the next-token probabilities of its teacher, which were
+computed once and cached. Its licence and its limits are those of the models and texts below.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(PATH)
+tokenizer = AutoTokenizer.from_pretrained(PATH)
+```
+
+## Lineage
+
+| what | which |
+|---|---|
+{table}
+
+## Training
+
+- Objective: {config.loss.divergence} with tail `{config.loss.tail}` ({told}).
+- Budget: {result.steps} steps of {config.rows_per_step} rows; {result.num_tokens:,} tokens,
+  {result.num_target_tokens:,} of them targets.
+- Optimiser: AdamW, peak learning rate {config.learning_rate:g}, {config.precision} over fp32 weights,
+  seed {config.seed}.
+- Loss: {first.loss_nats:.4f} nats at the first step, {last.loss_nats:.4f} at the last (divergence {last.kd_nats:.4f},
+  cross-entropy {last.ce_nats:.4f}).
+"""

@@ -1,0 +1,212 @@
+"""The training loop, top to bottom: rows and signal in, a trained student and its loss curve out."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alambique.cache.reader import TeacherCache
+from alambique.core.errors import UserError
+from alambique.core.files import require_free_space
+from alambique.core.measure import Stopwatch, peak_mib
+from alambique.core.progress import Progress
+from alambique.data.dataset import PackedRows
+from alambique.models.load import SplitModel
+from alambique.train import checkpoint
+from alambique.train.config import DistillConfig
+from alambique.train.data import StepRows, prefetch, read_step, rows_of_step
+from alambique.train.optimiser import adamw, clip_gradients, learning_rate, set_learning_rate
+from alambique.train.state import CurvePoint, DistillResult, Interrupted, Run
+from alambique.train.step import Setup, add_gradients
+
+
+def distill(
+    student: SplitModel,
+    rows: PackedRows,
+    cache: TeacherCache,
+    config: DistillConfig,
+    *,
+    vocab_size: int,
+    scratch: Path,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
+) -> DistillResult:
+    """Train ``student`` in place on ``rows`` against the teacher's ``cache`` (its rows are the same, by number).
+
+    ``student`` has fp32 weights on ``device``. ``vocab_size`` ids are real; rows of the head beyond them are padding.
+    ``scratch`` holds this run's checkpoints and nothing else: a call that finds some continues from the last whole
+    one, bit for bit on a CPU. When ``stop()`` turns true the run saves and raises.
+
+    Raises:
+        Interrupted: ``stop()`` was true; the same call resumes.
+        UserError: the loss stopped being finite, one row alone doesn't fit in memory, or the disk is too small.
+    """
+    model = student.model.train()
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    require_free_space(scratch, checkpoint.bytes_needed(model, scratch), "keeping two checkpoints")
+    optimiser = adamw(model.named_parameters(), config)
+    saved = checkpoint.restore(scratch, model, optimiser)
+    run = Run.from_json(saved) if saved else Run(min(config.micro_batch_rows, config.rows_per_step))
+    loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
+    setup = Setup(student, config, loss, vocab_size, device, stop)
+    num_steps, first_step = config.num_steps(rows.num_rows), run.step
+    tokens_per_step = config.rows_per_step * rows.seq_len
+
+    def read(step: int) -> StepRows:
+        numbers = rows_of_step(step, config.rows_per_step, rows.num_rows, config.seed)
+        return read_step(numbers, rows, cache, pin=device.type == "cuda")
+
+    with (
+        _deterministic(device),
+        Progress("distil", num_steps * tokens_per_step, done=first_step * tokens_per_step) as progress,
+        contextlib.closing(prefetch(read, range(first_step, num_steps))) as batches,
+    ):
+        _train(setup, run, optimiser, batches, _Log(run, progress, device, tokens_per_step), num_steps, scratch)
+    return _result(run, config, tokens_per_step, peak_mib(device), first_step)
+
+
+def _train(
+    setup: Setup,
+    run: Run,
+    optimiser: torch.optim.AdamW,
+    batches: Iterator[StepRows],
+    log: "_Log",
+    num_steps: int,
+    scratch: Path,
+) -> None:
+    """Make the steps that are left, and checkpoints on the way."""
+    config = setup.config
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+
+    def save() -> None:
+        log.flush()  # first, so that a loss that isn't finite is never saved
+        started = time.monotonic()
+        checkpoint.save(scratch, run.step, setup.student.model, optimiser, run.to_json())
+        run.meters.checkpoint_seconds += time.monotonic() - started
+        log.restart_clock()
+
+    saved_step, saved_at = run.step, time.monotonic()
+    for step in range(run.step, num_steps):
+        waiting_since = time.perf_counter()
+        batch = next(batches)
+        waited = time.perf_counter() - waiting_since
+        losses = add_gradients(setup, run, batch)
+        if losses is None:
+            if run.step > saved_step:
+                save()
+            raise Interrupted(run.step)
+        rate = learning_rate(step, num_steps, config)
+        grad_norm = clip_gradients(parameters, config.max_grad_norm)
+        set_learning_rate(optimiser, rate)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        run.step += 1
+        log.add(batch, rate, torch.cat([losses, grad_norm.reshape(1)]), waited)
+        if run.step % config.log_every_steps == 0 or run.step == num_steps:
+            log.flush()
+        if run.step < num_steps and _checkpoint_due(config, run.step, time.monotonic() - saved_at):
+            save()
+            saved_step, saved_at = run.step, time.monotonic()
+
+
+def _checkpoint_due(config: DistillConfig, step: int, seconds_since_last: float) -> bool:
+    if config.checkpoint_every_steps is not None:
+        return step % config.checkpoint_every_steps == 0
+    return seconds_since_last >= config.checkpoint_every_seconds
+
+
+class _Log:
+    """Measurements of steps whose values are still on the device; one wait for the device hands all of them over."""
+
+    def __init__(self, run: Run, progress: Progress, device: torch.device, tokens_per_step: int) -> None:
+        self._run, self._progress, self._tokens_per_step = run, progress, tokens_per_step
+        self._pending: list[tuple[StepRows, float, Tensor]] = []
+        self._watch = Stopwatch(device)
+
+    def restart_clock(self) -> None:
+        """Leave what just happened out of the time of the steps."""
+        self._watch.restart()
+
+    def add(self, batch: StepRows, rate: float, values: Tensor, waited_seconds: float) -> None:
+        """Take the measurements of the step just made; ``values`` are loss, kd, ce and gradient norm."""
+        self._pending.append((batch, rate, values))
+        self._run.meters.data_wait_seconds += waited_seconds
+        self._run.meters.num_target_tokens += batch.num_target_tokens
+
+    def flush(self) -> None:
+        """Append the pending steps to the curve and show the last of them.
+
+        Raises:
+            UserError: a loss or a gradient wasn't finite.
+        """
+        if not self._pending:
+            return
+        for (batch, rate, _), values in zip(
+            self._pending, torch.stack([values for *_, values in self._pending]).tolist(), strict=True
+        ):
+            step = len(self._run.curve) + 1
+            loss, kd, ce, grad_norm = values
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise UserError(_not_finite(step, batch.rows, loss, grad_norm))
+            self._run.curve.append(CurvePoint(step, step * self._tokens_per_step, loss, kd, ce, rate, grad_norm))
+        seconds = self._watch.seconds()
+        self._watch.restart()
+        self._run.meters.seconds += seconds
+        tokens = len(self._pending) * self._tokens_per_step
+        last = self._run.curve[-1]
+        self._progress.update(
+            tokens, loss_nats=last.loss_nats, learning_rate=last.learning_rate, tokens_per_s=tokens / seconds
+        )
+        self._pending.clear()
+
+
+def _not_finite(step: int, rows: list[int], loss: float, grad_norm: float) -> str:
+    return (
+        f"step {step} has a loss of {loss} nats and a gradient norm of {grad_norm}, on rows "
+        f"{', '.join(map(str, rows))} of the prepared train split: lower distill.learning_rate, or look at those rows."
+    )
+
+
+@contextlib.contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Refuse kernels whose result depends on chance, where that is free: on a CPU."""
+    if device.type != "cpu":
+        yield
+        return
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # a debugging aid that costs a pass over each new tensor
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+
+
+def _result(
+    run: Run, config: DistillConfig, tokens_per_step: int, peak_memory_mib: float, first_step: int
+) -> DistillResult:
+    meters, num_tokens = run.meters, run.step * tokens_per_step
+    return DistillResult(
+        steps=run.step,
+        num_tokens=num_tokens,
+        num_target_tokens=meters.num_target_tokens,
+        seconds=meters.seconds,
+        tokens_per_s=num_tokens / meters.seconds,
+        target_tokens_per_s=meters.num_target_tokens / meters.seconds,
+        tflop_per_s=run.step * config.rows_per_step * meters.flops_per_row / meters.seconds / 1e12,
+        data_wait_share=meters.data_wait_seconds / meters.seconds,
+        checkpoint_seconds=meters.checkpoint_seconds,
+        peak_mib=peak_memory_mib,
+        loss_impl=config.impl,
+        micro_batch_rows=run.micro_batch_rows,
+        resumed_from_step=first_step,
+        curve=run.curve,
+    )

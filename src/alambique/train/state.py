@@ -1,0 +1,87 @@
+"""What a run knows about itself: where it stands, what it has used, and what it reports at the end."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; a checkpoint holds its ``step`` completed steps, and the same call continues."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped after step {step}; the same command continues from there")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One optimiser step; losses are sums over its target tokens divided by their number, before the update.
+
+    ``step`` counts from 1, ``tokens`` are all positions of the rows so far, ``grad_norm`` is the norm before clipping.
+    """
+
+    step: int
+    tokens: int
+    loss_nats: float
+    kd_nats: float
+    ce_nats: float
+    learning_rate: float
+    grad_norm: float
+
+
+@dataclass
+class Meters:
+    """What the completed steps have used, across interruptions; steps that were lost and repeated count once.
+
+    ``flops_per_row`` is counted, not estimated: forward, loss and backward as executed, recomputation included.
+    """
+
+    seconds: float = 0.0
+    data_wait_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    num_target_tokens: int = 0
+    flops_per_row: float = 0.0
+
+
+@dataclass
+class Run:
+    """The state of a run that isn't in the model or the optimiser; ``step`` is the number of completed steps."""
+
+    micro_batch_rows: int
+    step: int = 0
+    curve: list[CurvePoint] = field(default_factory=list)
+    meters: Meters = field(default_factory=Meters)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> "Run":
+        """Rebuild from :meth:`to_json`."""
+        curve = [CurvePoint(**point) for point in state["curve"]]
+        return cls(state["micro_batch_rows"], state["step"], curve, Meters(**state["meters"]))
+
+
+@dataclass(frozen=True)
+class DistillResult:
+    """What a run measured; the student itself was trained in place.
+
+    ``num_tokens`` are all positions of the rows trained on, ``num_target_tokens`` those with a target. ``seconds``
+    is the time of the steps, without checkpoints; both rates and ``tflop_per_s`` divide by it, and
+    ``data_wait_share`` is the part of it that the loop waited for rows.
+    """
+
+    steps: int
+    num_tokens: int
+    num_target_tokens: int
+    seconds: float
+    tokens_per_s: float
+    target_tokens_per_s: float
+    tflop_per_s: float
+    data_wait_share: float
+    checkpoint_seconds: float
+    peak_mib: float
+    loss_impl: str
+    micro_batch_rows: int
+    resumed_from_step: int
+    curve: list[CurvePoint]

@@ -1,0 +1,31 @@
+import pytest
+
+from alambique.core.errors import UserError
+from alambique.core.params import validate
+from alambique.train.config import DistillConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_steps"),
+    [
+        ({}, 24),
+        ({"epochs": 0.5}, 12),
+        ({"epochs": 2, "rows_per_step": 100}, 4),
+        ({"epochs": 0.001}, 1),
+        ({"epochs": 3, "steps": 5}, 5),
+    ],
+)
+def test_the_budget_is_epochs_unless_steps_are_given(settings: dict[str, float], num_steps: int) -> None:
+    config = DistillConfig.model_validate(settings)
+    assert config.num_steps(192) == num_steps
+
+
+def test_a_mistyped_key_names_the_right_one() -> None:
+    with pytest.raises(UserError, match=r"unknown key learning_rat; did you mean learning_rate\?"):
+        validate(DistillConfig, {"learning_rat": 1e-4}, "params.yaml: distill")
+
+
+@pytest.mark.parametrize(("key", "value"), [("learning_rate", 0), ("beta2", 1), ("warmup_ratio", 1), ("epochs", -1)])
+def test_values_out_of_range_are_refused(key: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"distill: {key} = {value} should be"):
+        validate(DistillConfig, {key: value}, "params.yaml: distill")

@@ -1,0 +1,190 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from tiny_run import CPU, NUM_ROWS, SEQ_LEN, VOCAB, make_config, make_rows, make_student, train
+
+from alambique.core.errors import UserError
+from alambique.core.progress import PROGRESS_FILE
+from alambique.core.signal import TopKSignal
+from alambique.models.load import SplitModel
+from alambique.train.loop import distill
+from alambique.train.state import DistillResult, Interrupted
+
+
+def weights(student: SplitModel) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in student.model.named_parameters()}
+
+
+def same_weights(first: SplitModel, second: SplitModel) -> bool:
+    return all(torch.equal(value, weights(second)[name]) for name, value in weights(first).items())
+
+
+def stop_after(polls: int) -> Callable[[], bool]:
+    remaining = iter(range(polls))
+    return lambda: next(remaining, None) is None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[SplitModel, DistillResult]:
+    """An uninterrupted run in fp32: 6 steps, 2 epochs."""
+    torch.manual_seed(0)
+    return train(tmp_path_factory.mktemp("whole"), precision="fp32")
+
+
+def test_the_loss_falls_and_the_result_adds_up(whole: tuple[SplitModel, DistillResult], tmp_path: Path) -> None:
+    _, long = train(tmp_path, epochs=20)
+    losses = [point.loss_nats for point in long.curve]
+    assert losses[-1] < 0.5 * losses[0]
+    _, result = whole
+    rows = make_rows()
+    assert result.steps == len(result.curve) == 2 * NUM_ROWS // 4
+    assert result.num_tokens == result.curve[-1].tokens == 2 * NUM_ROWS * SEQ_LEN
+    assert result.num_target_tokens == 2 * rows.num_target_tokens
+    assert [point.step for point in result.curve] == [1, 2, 3, 4, 5, 6]
+    assert result.tokens_per_s == pytest.approx(result.num_tokens / result.seconds)
+    assert result.target_tokens_per_s == pytest.approx(result.num_target_tokens / result.seconds)
+    assert result.tflop_per_s > 0
+    assert result.peak_mib > 100
+    assert 0 <= result.data_wait_share < 1
+    assert result.checkpoint_seconds > 0
+    assert result.resumed_from_step == 0
+    assert result.curve[0].loss_nats == result.curve[0].kd_nats  # ce_weight is 0, and yet ce is shown
+    assert result.curve[0].ce_nats > 0
+
+
+@pytest.mark.parametrize("micro_batch_rows", [1, 3, 4])
+def test_the_curve_is_the_same_however_a_step_is_cut(
+    whole: tuple[SplitModel, DistillResult], tmp_path: Path, micro_batch_rows: int
+) -> None:
+    _, result = train(tmp_path, precision="fp32", micro_batch_rows=micro_batch_rows)
+    for point, wanted in zip(result.curve, whole[1].curve, strict=True):
+        assert astuple(point) == pytest.approx(astuple(wanted), rel=2e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_is_a_function_of_params_data_and_seed(tmp_path: Path, precision: str) -> None:
+    first, one = train(tmp_path / "1", precision=precision, checkpoint_every_steps=None, log_every_steps=1)
+    torch.manual_seed(99)
+    second, two = train(tmp_path / "2", precision=precision, checkpoint_every_steps=2, log_every_steps=4)
+    assert one.curve == two.curve
+    assert same_weights(first, second)
+    third, _ = train(tmp_path / "3", precision=precision, seed=1)
+    assert not same_weights(first, third)
+
+
+@pytest.mark.parametrize("polls", [1, 2, 5, 11])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path, precision: str, polls: int) -> None:
+    """Each step polls twice (two micro-batches), so odd numbers stop in the middle of a step."""
+    whole, result = train(tmp_path / "whole", precision=precision)
+    with pytest.raises(Interrupted) as stopped:
+        train(tmp_path / "cut", precision=precision, checkpoint_every_steps=100, stop=stop_after(polls))
+    assert stopped.value.step == polls // 2
+    resumed, rest = train(tmp_path / "cut", precision=precision, checkpoint_every_steps=100)
+    assert rest.resumed_from_step == polls // 2
+    assert same_weights(resumed, whole)
+    assert rest.curve == result.curve
+    assert rest.num_target_tokens == result.num_target_tokens
+
+
+def test_a_run_that_lost_its_last_checkpoint_resumes_from_the_one_before(
+    whole: tuple[SplitModel, DistillResult], tmp_path: Path
+) -> None:
+    with pytest.raises(Interrupted):
+        train(tmp_path, precision="fp32", stop=stop_after(9))
+    newest = max(tmp_path.iterdir()) / "weights.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    resumed, rest = train(tmp_path, precision="fp32")
+    assert rest.resumed_from_step == 3
+    assert same_weights(resumed, whole[0])
+    assert rest.curve == whole[1].curve
+
+
+@pytest.mark.parametrize("log_every_steps", [1, 4])
+def test_a_loss_that_is_not_finite_stops_with_step_and_rows(tmp_path: Path, log_every_steps: int) -> None:
+    class Poisoned(tiny_run.RandomTeacher):
+        def read(self, rows: list[int]) -> TopKSignal:
+            signal = super().read(rows)
+            bad = torch.full_like(signal.logprobs_NK, torch.nan)
+            return replace(signal, logprobs_NK=bad) if rows == poisoned_rows else signal
+
+    rows = make_rows()
+    poisoned_rows = tiny_run.step_rows(step=2)
+    teacher: Any = Poisoned(rows)
+    config = make_config(log_every_steps=log_every_steps)
+    with pytest.raises(UserError) as error:
+        distill(make_student(), rows, teacher, config, vocab_size=VOCAB, scratch=tmp_path, device=CPU)
+    assert str(error.value) == (
+        "step 3 has a loss of nan nats and a gradient norm of nan, on rows "
+        f"{', '.join(map(str, poisoned_rows))} of the prepared train split: "
+        "lower distill.learning_rate, or look at those rows."
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_too_small_a_disk_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=10))
+    with pytest.raises(UserError, match=r"keeping two checkpoints needs about .* MiB in .*, but 0 MiB are free"):
+        train(tmp_path)
+
+
+def test_dashboards_see_loss_rate_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROGRESS_FILE, str(tmp_path / "progress"))
+    _, result = train(tmp_path / "scratch")
+    lines = [json.loads(line) for line in (tmp_path / "progress").read_text().splitlines()]
+    shown = [line for line in lines if "loss_nats" in line]
+    assert [line["loss_nats"] for line in shown] == [point.loss_nats for point in result.curve]
+    assert [line["learning_rate"] for line in shown] == [point.learning_rate for point in result.curve]
+    assert shown[-1]["done"] == shown[-1]["total"] == result.num_tokens
+    assert shown[-1]["tokens_per_s"] > 0
+
+
+# ---- a real kill of a real process
+
+
+def start(scratch: Path, out: Path, progress: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, PROGRESS_FILE: str(progress)}
+    return subprocess.Popen(
+        [sys.executable, tiny_run.__file__, str(scratch), str(out)], env=environment, stderr=subprocess.DEVNULL
+    )
+
+
+def wait_for_step(progress: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        lines = progress.read_text().splitlines() if progress.exists() else []
+        if len(lines) >= step:
+            return
+        time.sleep(0.001)
+    raise AssertionError("the run ended before it could be killed")
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    chance = random.Random(time.time_ns())
+    assert start(tmp_path / "whole", tmp_path / "a", tmp_path / "p").wait() == 0
+    kills = 0
+    while (step := chance.randrange(1, 8)) and kills < 3:  # steps after the last checkpoint, of 30 in all
+        progress = tmp_path / f"p{kills}"
+        process = start(tmp_path / "cut", tmp_path / "b", progress)
+        wait_for_step(progress, step, process)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        kills += 1
+    assert start(tmp_path / "cut", tmp_path / "b", tmp_path / "q").wait() == 0
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert {"curve.json", "model.safetensors"} <= set(files)
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
