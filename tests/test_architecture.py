@@ -16,13 +16,16 @@ from alambique.core.params import Params
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 # How jobs are run, never what they compute: a change here must not make a result stale, so no stage may import them.
-ORCHESTRATION = {"pipeline.run", "pipeline.flow", "pipeline.jobs", "pipeline.repro", "pipeline.check"}
+ORCHESTRATION = {
+    f"pipeline.{name}"
+    for name in ("run", "flow", "jobs", "observer", "processes", "server", "terminal", "repro", "check")
+}
 SOURCES = sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("pipeline/*.py")])
 
 
 @cache
 def import_graph() -> grimp.ImportGraph:
-    return grimp.build_graph("alambique", "pipeline", cache_dir=None)
+    return grimp.build_graph("alambique", "pipeline", cache_dir=None, exclude_type_checking_imports=True)
 
 
 @cache
