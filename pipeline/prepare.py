@@ -7,7 +7,7 @@ from typing import Any
 from alambique.core.errors import UserError
 from alambique.core.files import read_json, write_json
 from alambique.core.params import Config, Params, validate
-from alambique.core.sources import content_sha256, fetch
+from alambique.core.sources import fetch, parse
 from alambique.data.prepare import PrepareConfig, prepare
 from alambique.models.fetch import fetch_tokenizer
 from alambique.models.load import load_tokenizer, tokenizer_sha256, vocab_size
@@ -42,7 +42,7 @@ def run(teacher: str) -> None:
         {
             "tokenizer_sha256": tokenizer_sha256(tokenizer),
             "vocab_size": vocab_size(tokenizer),
-            "sources": [{"uri": corpus.uri, "sha256": content_sha256(path)} for corpus, path in corpora],
+            "sources": [{"uri": corpus.uri, "sha256": parse(corpus.uri).pin} for corpus, _ in corpora],
             "tokenizer": config.model,
         },
     )

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -105,36 +105,79 @@ def validate(schema: type[ConfigT], values: Mapping[str, Any], where: str) -> Co
     try:
         return schema.model_validate(dict(values))
     except ValidationError as error:
-        problems = [_sentence(schema, detail) for detail in error.errors()]
-        raise UserError(f"{where}: {'; '.join(problems)}") from error
+        problems: dict[str, list[str]] = {}
+        for detail in error.errors():
+            subject, complaint = _problem(schema, detail)
+            complaints = problems.setdefault(subject, [])
+            if complaint not in complaints:
+                complaints.append(complaint)  # a value that suits no member of a union has one for each
+        sentences = [f"{subject} {' or '.join(complaints)}".strip() for subject, complaints in problems.items()]
+        raise UserError(f"{where}: {'; '.join(sentences)}") from error
 
 
-def _sentence(schema: type[BaseModel], detail: ErrorDetails) -> str:
-    path = [str(part) for part in detail["loc"]]
-    name = ".".join(path)
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {name}{did_you_mean(path[-1], _fields_at(schema, path[:-1]))}"
-    if detail["type"] == "missing":
-        return f"{name} is missing"
-    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    shown = "" if isinstance(detail["input"], Mapping) else f" = {detail['input']!r}"
-    return f"{name or 'the section'}{shown} {message}"
+def _problem(schema: type[BaseModel], detail: ErrorDetails) -> tuple[str, str]:
+    """What is wrong, and how: the two halves of a sentence."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        parent, fields = _locate(schema, detail["loc"][:-1])
+        key = str(detail["loc"][-1])
+        return f"unknown key {parent}{'.' if parent else ''}{key}{did_you_mean(key, fields)}", ""
+    name, _ = _locate(schema, detail["loc"])
+    if kind == "missing":
+        return name, "is missing"
+    if kind.startswith("union_tag"):
+        tag = context["discriminator"].strip("'")
+        known = f": one of {context['expected_tags']}" if "expected_tags" in context else ""
+        return f"{name}.{tag}", f"must say which kind this is{known}"
+    shown = "" if isinstance(detail["input"], Mapping) else f" = {_shortened(repr(detail['input']))}"
+    if kind in ("model_type", "dict_type"):
+        return f"{name}{shown}", "should be a mapping"
+    return f"{name or 'the section'}{shown}", detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
 
 
-def _fields_at(schema: type[BaseModel], path: list[str]) -> list[str]:
-    """Field names of the model that ``path`` leads to; empty where the path leaves pydantic models."""
-    current: type[BaseModel] = schema
-    for part in path:
-        if part.isdigit() or part not in current.model_fields:
-            continue  # a list index, or a union tag, which is not a field
-        inner = _models_in(current.model_fields[part].annotation)
-        if not inner:
-            return []
-        current = inner[0]
-    return list(current.model_fields)
+def _shortened(text: str, longest: int = 80) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}…"
+
+
+def _locate(schema: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, list[str]]:
+    """The dotted name that a pydantic location means to a person, and the fields known there.
+
+    Locations also hold the tags of unions, which nobody wrote; they choose a model and leave the name alone.
+    """
+    name = ""
+    annotation: Any = schema
+    for part in loc:
+        models = _models_in(annotation)
+        owners = [model for model in models if part in model.model_fields]
+        if isinstance(part, int):
+            name, annotation = f"{name}[{part}]", _argument(annotation, list)
+        elif owners:
+            name, annotation = f"{name}.{part}", owners[0].model_fields[part].annotation
+        elif models and any(_answers_to(model, part) for model in models):
+            annotation = next(model for model in models if _answers_to(model, part))
+        elif (values := _argument(annotation, dict)) is not None:
+            name, annotation = f"{name}.{part}", values
+    return name.removeprefix("."), [field for model in _models_in(annotation) for field in model.model_fields]
+
+
+def _answers_to(model: type[BaseModel], tag: str) -> bool:
+    """Whether ``tag`` is how pydantic calls ``model`` in a union: its name, or the value of its discriminator."""
+    literals = (get_args(field.annotation) for field in model.model_fields.values())
+    return tag == model.__name__ or any(tag in values for values in literals)
+
+
+def _argument(annotation: Any, container: type) -> Any:
+    """The element type of a list, or the value type of a mapping, wherever in a union it stands; else None."""
+    if get_origin(annotation) is container:
+        return get_args(annotation)[-1]
+    found = (_argument(member, container) for member in get_args(annotation))
+    return next((element for element in found if element is not None), None)
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a value of this type may be; those inside its lists and mappings are not."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for arg in getattr(annotation, "__args__", ()) for model in _models_in(arg)]
+    if get_origin(annotation) in (list, dict, tuple, Literal):
+        return []
+    return [model for member in get_args(annotation) for model in _models_in(member)]

@@ -141,8 +141,8 @@ def _values(path: Path, config: CorpusConfig) -> Iterator[tuple[str, Any]]:
             parts = re.split(config.separator, _read(file)) if config.separator else [_read(file)]
             yield from ((f"{file.name}, part {n}", part) for n, part in enumerate(parts, start=1))
         else:
-            rows = _parquet(file) if file.name.endswith(".parquet") else _jsonl(file)
             field = config.field or ("messages" if config.format == "chat" else "text")
+            rows = _parquet(file, field.split(".")[0]) if file.name.endswith(".parquet") else _jsonl(file)
             yield from ((where, _field(where, row, field)) for where, row in rows)
 
 
@@ -165,10 +165,13 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Any]]:
                 raise UserError(f"{where} is not JSON ({error}): repair the line, or check `format`.") from error
 
 
-def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+def _parquet(file: Path, column: str) -> Iterator[tuple[str, Any]]:
+    """Rows of one column: the others are not read, and may be much larger."""
     number = 0
     try:
-        for batch in pq.ParquetFile(file).iter_batches():
+        table = pq.ParquetFile(file)
+        columns = [column] if column in table.schema_arrow.names else None  # all of them, to name them in the error
+        for batch in table.iter_batches(columns=columns):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{file.name}, row {number}", row

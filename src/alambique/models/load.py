@@ -28,6 +28,8 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 # Largest difference between packed and separate runs that rounding explains, as a share of the largest logit.
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # assumption, per significand bits
 
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"}  # transformers' names for such layers
+
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local model folder.
@@ -113,7 +115,7 @@ class SplitModel:
     the model ties them.
 
     Raises:
-        UserError: the model has no plain linear output head.
+        UserError: the model has no plain linear output head, or has recurrent layers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -123,6 +125,12 @@ class SplitModel:
             raise UserError(f"{type(model).__name__} has a {kind} as its output head; only a plain linear one will do.")
         self.model = model
         self.config = model.config.get_text_config()
+        recurrent = _RECURRENT.intersection(getattr(self.config, "layer_types", None) or ())
+        if recurrent:
+            raise UserError(
+                f"{type(model).__name__} has {sorted(recurrent)[0]} layers, whose state would run on from one packed "
+                "document into the next: choose a model that has only attention."
+            )
         self.head_weight_VD = cast(nn.Parameter, head.weight)
         self.head_bias_V: Tensor | None = head.bias
         self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
