@@ -19,12 +19,8 @@ from alambique.core.errors import UserError
 from pipeline import jobs
 from pipeline.jobs import Job, Outcome, Status
 from pipeline.observer import Observer
-from pipeline.server import API_URL, local_server, set_defaults, wait_until_ready
+from pipeline.server import API_URL, free_port, local_server, set_defaults, url_of, wait_until_ready
 
-RETRIES = "ALAMBIQUE_JOB_RETRIES"
-RETRY_DELAY = "ALAMBIQUE_RETRY_DELAY_SECONDS"
-_RETRIES = 1  # assumption: what passes on a retry passes on the first one
-_RETRY_DELAY_SECONDS = 10.0  # assumption: a killed neighbour's memory is free by then
 EXIT_INTERRUPTED = 130  # what shells use for ^C
 
 
@@ -35,14 +31,6 @@ class JobFailed(Exception):
 def say(sentence: str) -> None:
     """Tell the person at the terminal, on a line of its own."""
     print(f"\n{sentence}", file=sys.stderr, flush=True)
-
-
-def retries() -> int:
-    """How many more attempts a job gets when it ended in a way that may pass."""
-    text = os.environ.get(RETRIES, "")
-    if text and not text.isdigit():
-        raise UserError(f"{RETRIES}={text} must be a whole number, 0 or more: correct or unset it.")
-    return int(text) if text else _RETRIES
 
 
 def main(argv: list[str]) -> int:
@@ -77,18 +65,19 @@ def _exit_status(job: Job, outcome: Outcome) -> int:
 
 def _run_recorded(job: Job) -> Outcome:
     """Run the job to its end as a flow run; without one, and without retries, if Prefect can't be used."""
-    number, delay = retries(), jobs.seconds_from_env(RETRY_DELAY, _RETRY_DELAY_SECONDS)
     set_defaults()
     if API_URL not in os.environ:
+        port = free_port()
+        os.environ[API_URL] = url_of(port)
         server = contextlib.ExitStack()
-        os.environ[API_URL] = server.enter_context(local_server())
+        server.enter_context(local_server(port))
         atexit.register(server.close)  # after Prefect's threads have sent their last logs and events
     import httpx
     from prefect.exceptions import PrefectException
 
     try:
         wait_until_ready(os.environ[API_URL])
-        _flow(job, number, delay)
+        _flow(job)
     except JobFailed:
         pass
     except (PrefectException, httpx.HTTPError, OSError, RuntimeError) as error:  # its client raises all four
@@ -97,7 +86,7 @@ def _run_recorded(job: Job) -> Outcome:
     return job.outcome or job.wait()
 
 
-def _flow(job: Job, number: int, delay: float) -> None:
+def _flow(job: Job) -> None:
     """Define the flow for this job and call it."""
     from prefect import flow, task
     from prefect.cache_policies import NO_CACHE
@@ -106,8 +95,8 @@ def _flow(job: Job, number: int, delay: float) -> None:
     @task(
         name=job.stage,
         task_run_name=job.label,
-        retries=number,
-        retry_delay_seconds=delay,
+        retries=job.limits.retries,
+        retry_delay_seconds=job.limits.retry_delay_seconds,
         retry_condition_fn=lambda *_: job.outcome is not None and job.outcome.status is Status.RETRYABLE,
         cache_policy=NO_CACHE,
         persist_result=False,

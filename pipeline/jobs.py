@@ -27,11 +27,6 @@ from alambique.core.progress import PROGRESS_FILE
 from pipeline import processes
 from pipeline.terminal import Relay
 
-SLOTS = "ALAMBIQUE_SLOTS"
-DEADLINE = "ALAMBIQUE_DEADLINE_SECONDS"
-STOP = "ALAMBIQUE_STOP_SECONDS"
-_DEADLINE_SECONDS = 7 * 24 * 3600.0  # assumption: longer than any job meant, shorter than a hang nobody looks at
-_STOP_SECONDS = 10.0  # assumption: time to write a checkpoint after SIGTERM; more for large models
 _LOCK_WAIT_SECONDS = 30.0  # assumption: a stopped run of the same stage is still saving
 EXIT_USER_ERROR = 2
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal, with a checkpoint
@@ -82,21 +77,48 @@ def command(stage: str, key: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", f"pipeline.{stage}", *key]
 
 
-def seconds_from_env(name: str, default: float) -> float:
-    """A positive number of seconds from the environment."""
+@dataclass(frozen=True)
+class Limits:
+    """How long and how often jobs may run, from the environment: none of it changes a result."""
+
+    slots: int  # jobs at once on this host; 0: one per GPU
+    retries: int  # further attempts of a job that ended in a way that may pass
+    retry_delay_seconds: float
+    deadline_seconds: float
+    stop_seconds: float  # between SIGTERM and SIGKILL
+
+    @classmethod
+    def from_env(cls) -> "Limits":
+        """Read the variables in docs/environment.md.
+
+        Raises:
+            UserError: a value that can't be used.
+        """
+        return cls(
+            slots=_whole("ALAMBIQUE_SLOTS", 0),
+            retries=_whole("ALAMBIQUE_JOB_RETRIES", 1),  # assumption: what passes on a retry passes on the first one
+            retry_delay_seconds=_seconds("ALAMBIQUE_RETRY_DELAY_SECONDS", 10.0),  # assumption: memory is free by then
+            deadline_seconds=_seconds("ALAMBIQUE_DEADLINE_SECONDS", 7 * 24 * 3600.0),  # assumption: a week is a hang
+            stop_seconds=_seconds("ALAMBIQUE_STOP_SECONDS", 10.0),  # assumption: a checkpoint; more for large models
+        )
+
+
+def _whole(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if text and not text.isdigit():
+        raise UserError(f"{name}={text} must be a whole number, 0 or more: correct or unset it.")
+    return int(text) if text else default
+
+
+def _seconds(name: str, default: float) -> float:
     text = os.environ.get(name, "")
     try:
         value = float(text) if text else default
     except ValueError:
         value = -1.0
-    if value <= 0:
-        raise UserError(f"{name}={text} must be a number of seconds above 0: correct or unset it.")
+    if not 0 <= value < float("inf"):
+        raise UserError(f"{name}={text} must be a number of seconds, 0 or more: correct or unset it.")
     return value
-
-
-def stop_seconds() -> float:
-    """Seconds between SIGTERM and SIGKILL when a job is stopped."""
-    return seconds_from_env(STOP, _STOP_SECONDS)
 
 
 def visible_gpus() -> list[str]:
@@ -110,16 +132,6 @@ def visible_gpus() -> list[str]:
     except nvml.NVMLError:  # no driver, no GPU
         return []
     return [str(index) for index in range(nvml.nvmlDeviceGetCount())]
-
-
-def slot_count(gpus: Sequence[str]) -> int:
-    """Jobs that may run at once on this host: ``ALAMBIQUE_SLOTS``, or one per GPU, or one."""
-    text = os.environ.get(SLOTS, "")
-    if not text:
-        return max(1, len(gpus))
-    if not text.isdigit() or int(text) < 1:
-        raise UserError(f"{SLOTS}={text} must be a whole number above 0: correct or unset it.")
-    return int(text)
 
 
 def try_lock(path: Path) -> int | None:
@@ -177,13 +189,12 @@ class Job:
     def __init__(self, stage: str, key: Sequence[str]) -> None:
         self.stage, self.key = stage, tuple(key)
         self.label = " ".join([stage, *key])
+        self.limits = Limits.from_env()
         self.outcome: Outcome | None = None
         self.attempts = 0
         self.progress_file = work_dir() / "progress" / f"{slug(stage, key)}.jsonl"
         self._gpus = visible_gpus()
-        self._slots = slot_count(self._gpus)
-        self._deadline_seconds = seconds_from_env(DEADLINE, _DEADLINE_SECONDS)
-        self._stop_seconds = stop_seconds()
+        self._slots = self.limits.slots or max(1, len(self._gpus))
         self._process: subprocess.Popen[bytes] | None = None
         self._relay: Relay | None = None
         self._slot: int | None = None
@@ -243,9 +254,9 @@ class Job:
             self.stop()
             self.outcome = classify(code, self._relay.tail())
             return self.outcome
-        if time.monotonic() - self._started > self._deadline_seconds:
+        if time.monotonic() - self._started > self.limits.deadline_seconds:
             self.stop()
-            reason = f"was stopped at its deadline of {self._deadline_seconds:g} seconds ({DEADLINE})"
+            reason = f"was stopped at its deadline of {self.limits.deadline_seconds:g} seconds"
             self.outcome = Outcome(Status.FAILED, self._process.returncode, reason)
         return self.outcome
 
@@ -262,7 +273,7 @@ class Job:
         if self._process is None or self._slot is None:
             return
         with _uninterrupted():
-            processes.stop(self._process, self._stop_seconds)
+            processes.stop(self._process, self.limits.stop_seconds)
             if self._relay is not None:
                 self._relay.finish()
             os.close(self._slot)

@@ -79,15 +79,15 @@ def stop(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
     process.wait()
 
 
-def stop_children(grace_seconds: float) -> None:
-    """End every child of this process, adopted ones included, and wait for them."""
+def stop_children(grace_seconds: float, spare: Iterable[int] = ()) -> None:
+    """End every child of this process, adopted ones included but for those to ``spare``, and wait for them."""
     kill_at = time.monotonic() + grace_seconds
     told: set[int] = set()
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        children = _children()
+        children = _children() - set(spare)
         if not children:
             return
         late = time.monotonic() > kill_at

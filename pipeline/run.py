@@ -22,7 +22,7 @@ EXIT_USER_ERROR = 2
 # A file that `make repro` watches for: the first GPU stage makes it, and one Prefect server starts for the whole run.
 SERVER_WANTED = "ALAMBIQUE_SERVER_WANTED"
 # Time that a flow has to tell Prefect, after its job's own time to stop (pipeline.jobs).
-_REPORT_SECONDS = 15.0  # assumption
+REPORT_SECONDS = 15.0  # assumption
 
 
 def problem(argv: list[str]) -> str | None:
@@ -51,14 +51,14 @@ def main(argv: list[str]) -> int:
     from alambique.core.errors import UserError  # the library is needed from here on
     from pipeline import jobs
 
-    grace = jobs.stop_seconds()
     stage, *key = argv
-    if stage in GPU_STAGES:
-        if wanted := os.environ.get(SERVER_WANTED):
-            os.close(os.open(wanted, os.O_CREAT | os.O_WRONLY))
-        command = [sys.executable, "-m", "pipeline.flow", *argv]
-        return processes.supervise(command, signal.SIGINT, grace + _REPORT_SECONDS)
     try:
+        grace = jobs.Limits.from_env().stop_seconds
+        if stage in GPU_STAGES:
+            if wanted := os.environ.get(SERVER_WANTED):
+                os.close(os.open(wanted, os.O_CREAT | os.O_WRONLY))
+            command = [sys.executable, "-m", "pipeline.flow", *argv]
+            return processes.supervise(command, signal.SIGINT, grace + REPORT_SECONDS)
         with jobs.stage_lock(stage, key) as lock:
             return processes.supervise(jobs.command(stage, key), signal.SIGTERM, grace, pass_fds=[lock])
     except UserError as error:

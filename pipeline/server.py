@@ -55,11 +55,15 @@ def free_port(preferred: int = 0) -> int:
     raise OSError("no free port on 127.0.0.1")
 
 
+def url_of(port: int) -> str:
+    """The API's address of a server on this machine."""
+    return f"http://127.0.0.1:{port}/api"
+
+
 @contextlib.contextmanager
-def local_server(port: int | None = None) -> Iterator[str]:
-    """Start a server and give its API's address at once (see :func:`wait_until_ready`); stop it at the end."""
-    port = port or free_port()
-    url = f"http://127.0.0.1:{port}/api"
+def local_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server and give its process at once (see :func:`wait_until_ready`); stop it at the end."""
+    url = url_of(port)
     env = {**os.environ, API_URL: url, "PREFECT_UI_API_URL": url}
     server = processes.start(
         [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
@@ -69,7 +73,7 @@ def local_server(port: int | None = None) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        yield url
+        yield server
     finally:
         processes.stop(server, _STOP_SECONDS)
 

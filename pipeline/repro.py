@@ -1,0 +1,146 @@
+"""`make repro`: check what can be checked, run `dvc repro` with one Prefect server beside it, show what came out.
+
+`python -m pipeline.repro [TARGET or dvc option...]` passes its words on to DVC. The server starts when the first GPU
+stage asks for it, so a run in which nothing changed doesn't pay for one.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from alambique.core.errors import UserError
+from alambique.core.files import sha256_file, sha256_json
+from alambique.core.places import work_dir
+from pipeline import jobs, processes, run, server
+
+EXIT_USER_ERROR = 2
+
+
+def main(words: list[str]) -> int:
+    """Run the pipeline and return DVC's exit status; 2 if it can't start."""
+    try:
+        require_checkout(Path.cwd())
+        require_environment()
+        with only_repro():
+            check_params_once()
+            status = run_dvc(words)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if status == 0:
+        importlib.import_module("pipeline.last_screen").show()
+    return status
+
+
+def require_checkout(folder: Path) -> None:
+    """Refuse a folder in which DVC can't work.
+
+    Raises:
+        UserError: it isn't the project's folder, or it has no Git.
+    """
+    if not (folder / ".dvc").is_dir() or not (folder / "dvc.yaml").is_file():
+        raise UserError(f"{folder} has no .dvc and dvc.yaml: change to the project's own folder and run again.")
+    local = folder / ".dvc" / "config.local"
+    without_git = local.is_file() and "no_scm" in local.read_text()
+    if not without_git and not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
+        raise UserError(
+            f"{folder} is a checkout without Git, which DVC needs: run `git init`, or "
+            "`.venv/bin/dvc config --local core.no_scm true` to go on without (experiments and queues then don't work)."
+        )
+
+
+def require_environment() -> None:
+    """Refuse a Python that isn't the project's, and wrong values of environment variables, before anything starts."""
+    if sentence := run.problem([run.STAGES[0]]):
+        raise UserError(sentence)
+    jobs.Limits.from_env()
+
+
+@contextlib.contextmanager
+def only_repro() -> Iterator[None]:
+    """Hold this checkout's lock: two `dvc repro` at once can lose a finished job's result.
+
+    Raises:
+        UserError: another `make repro` runs here.
+    """
+    descriptor = os.open(".dvc", os.O_RDONLY)  # locking the folder itself makes no file that could be left behind
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another `make repro` is running in {Path.cwd()}: wait for it, or stop it with ^C in its terminal."
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_params_once() -> None:
+    """Validate params.yaml, unless it and the code are those of the last check that passed.
+
+    The check imports every stage, torch included: seconds that a run in which nothing changed shouldn't pay.
+    """
+    files = [Path("params.yaml"), Path("dvc.yaml"), *Path("src").rglob("*.py"), *Path("pipeline").glob("*.py")]
+    state = sha256_json({str(path): sha256_file(path) for path in sorted(files) if path.is_file()})
+    stamp = work_dir() / "params-checked"
+    if stamp.is_file() and stamp.read_text() == state:
+        return
+    importlib.import_module("pipeline.check").check_params()
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(state)
+
+
+def run_dvc(words: list[str]) -> int:
+    """Run `dvc repro`, start a Prefect server when a stage wants one, stop it at the end, however that comes."""
+    processes.adopt_orphans()
+    env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+    server.set_defaults()
+    with tempfile.TemporaryDirectory(prefix="alambique-") as folder, contextlib.ExitStack() as services:
+        wanted, port = Path(folder, "server-wanted"), None
+        spare: list[int] = []
+        if server.API_URL not in env:
+            port = server.free_port(server.PORT)
+            env |= {server.API_URL: server.url_of(port), run.SERVER_WANTED: str(wanted)}
+        dvc = _start_dvc(words, env)
+        while dvc.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                dvc.wait(0.2)
+            if port is not None and wanted.exists():
+                spare.append(services.enter_context(server.local_server(port)).pid)
+                print(f"Prefect shows the jobs at http://127.0.0.1:{port} while this runs", flush=True)
+                port = None
+        # A killed DVC leaves its stage saving a checkpoint, and its flow telling the server: wait for them.
+        processes.stop_children(jobs.Limits.from_env().stop_seconds + run.REPORT_SECONDS, spare)
+    code = int(dvc.returncode)
+    return code if code >= 0 else 128 - code
+
+
+def _start_dvc(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start DVC in our own process group: ^C reaches it from the terminal; SIGTERM and SIGHUP are passed on."""
+    dvc: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if dvc is not None and number != signal.SIGINT:
+            dvc.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    dvc = subprocess.Popen(
+        [sys.executable, "-m", "dvc", "repro", *words],
+        env=env,
+        preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),
+    )
+    return dvc
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""A project of fake stages that runs the real orchestration, in real processes, against one real Prefect server."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ORCHESTRATION = (
+    "__init__", "run", "flow", "jobs", "observer", "processes", "repro", "server", "terminal", "tracking",
+)  # fmt: skip
+STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
+
+# The last word of the key says how the job behaves.
+FAKE_STAGE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from alambique.core.progress import Progress
+
+stage, key = Path(__file__).stem, sys.argv[1:]
+how, here = key[-1], Path("seen")
+here.mkdir(exist_ok=True)
+with (here / "-".join([stage, *key])).open("a") as seen:
+    seen.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}\\n")
+
+def ended(number, frame):
+    (here / "saved").touch()
+    sys.exit(75)
+
+if how in ("sleep", "stubborn"):
+    signal.signal(signal.SIGTERM, ended if how == "sleep" else signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    (here / "started").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(300)
+if how == "refused":
+    sys.exit("error: the value is wrong." if print("error: the value is wrong.", file=sys.stderr) else 2)
+if how == "broken":
+    sys.exit(7)
+if how == "killed_once" and not (here / "once").exists():
+    (here / "once").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+with Progress("fake", total=4) as progress:
+    for step in range(4):
+        progress.update(1, loss_nats=1.0 / (step + 1))
+        time.sleep(float(os.environ.get("FAKE_SECONDS", "0.2")) / 4)
+print("a line for the log", file=sys.stderr)
+results = Path("results", stage, *key).with_suffix(".json")
+results.parent.mkdir(parents=True, exist_ok=True)
+results.write_text(json.dumps({"tokens_per_s": 12.5, "nested": {"n": 3}}))
+"""
+
+
+class Project:
+    """The fake project in ``root``, with the means to run it and to look for what was left behind."""
+
+    def __init__(self, root: Path, api_url: str | None) -> None:
+        self.root = root
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "DVC"))}
+        self.env |= {"ALAMBIQUE_RETRY_DELAY_SECONDS": "0", "ALAMBIQUE_STOP_SECONDS": "2", "CUDA_VISIBLE_DEVICES": ""}
+        self.env["PATH"] = f"{Path(sys.executable).parent}:{self.env['PATH']}"
+        if api_url is not None:
+            self.env["PREFECT_API_URL"] = api_url
+
+    def start(self, *words: str, module: str = "pipeline.run", **env: str) -> subprocess.Popen[bytes]:
+        with (self.root / "output").open("w") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                cwd=self.root,
+                env={**self.env, **env},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def run(self, *words: str, module: str = "pipeline.run", **env: str) -> tuple[int, str]:
+        code = self.start(*words, module=module, **env).wait(120)
+        return code, self.output()
+
+    def output(self) -> str:
+        return (self.root / "output").read_text()
+
+    def attempts(self, *words: str) -> int:
+        return len((self.root / "seen" / "-".join(words)).read_text().splitlines())
+
+    def started_pids(self) -> list[int]:
+        """Wait for a fake `sleep` or `stubborn` job; its process and its child's."""
+        file = self.root / "seen" / "started"
+        wait_for(lambda: file.is_file() and len(file.read_text().split()) == 2, 30)
+        return [int(pid) for pid in file.read_text().split()]
+
+    def left_behind(self) -> list[str]:
+        """Command lines of living processes whose working folder is this project."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if (
+                    process.joinpath("cwd").resolve() == self.root
+                    and process.joinpath("stat").read_text().split()[2] != "Z"
+                ):
+                    found.append(process.joinpath("cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+        return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"still not so after {seconds} s"
+        time.sleep(0.05)
+
+
+def make_project(root: Path) -> None:
+    (root / "pipeline").mkdir(parents=True)
+    for name in ORCHESTRATION:
+        (root / "pipeline" / f"{name}.py").symlink_to(ROOT / "pipeline" / f"{name}.py")
+    for stage in STAGES:
+        (root / "pipeline" / f"{stage}.py").write_text(FAKE_STAGE)
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The API's address of one server for all tests."""
+    from pipeline import server
+
+    home = tmp_path_factory.mktemp("prefect")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        for name in [name for name in os.environ if name.startswith("PREFECT")]:
+            patch.delenv(name)
+        patch.setenv("PREFECT_HOME", str(home))
+        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+        patch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+        port = server.free_port()
+        with server.local_server(port):
+            server.wait_until_ready(server.url_of(port))
+            yield server.url_of(port)
+
+
+@pytest.fixture
+def project(tmp_path: Path, prefect_server: str) -> Project:
+    make_project(tmp_path)
+    return Project(tmp_path, prefect_server)
+
+
+@pytest.fixture
+def bare_project(tmp_path: Path) -> Project:
+    """The same without a server."""
+    make_project(tmp_path)
+    return Project(tmp_path, None)

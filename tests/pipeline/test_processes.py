@@ -1,0 +1,79 @@
+import signal
+import subprocess
+import sys
+import time
+
+from pipeline import processes
+
+SLEEP = "import time; time.sleep(300)"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEP}"
+
+
+def test_stop_kills_what_ignores_sigterm() -> None:
+    process = processes.start([sys.executable, "-c", DEAF], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    began = time.monotonic()
+    processes.stop(process, 0.3)
+    assert process.returncode == -signal.SIGKILL
+    assert 0.3 <= time.monotonic() - began < 5.0
+    process.stdout.close()
+
+
+def test_child_dies_with_a_killed_parent() -> None:
+    outer = f"""
+import sys, time
+from pipeline import processes
+child = processes.start([sys.executable, "-c", {SLEEP!r}])
+print(child.pid, flush=True)
+time.sleep(300)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    end = time.monotonic() + 10
+    while alive(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_orphans_of_a_killed_child_are_adopted_and_stopped() -> None:
+    middle = f"""
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True)
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    outer = f"""
+import signal, sys
+from pipeline import processes
+sys.exit(processes.supervise([sys.executable, "-c", {middle!r}], signal.SIGTERM, 2.0))
+"""
+    done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert not alive(int(done.stdout))
+
+
+def test_supervise_kills_after_the_grace() -> None:
+    outer = f"""
+import signal, sys
+from pipeline import processes
+sys.exit(processes.supervise([sys.executable, "-c", {DEAF!r}], signal.SIGTERM, 1.0))
+"""
+    process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 128 + signal.SIGKILL
+    process.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
