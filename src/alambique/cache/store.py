@@ -1,0 +1,97 @@
+"""The store: a scratch folder where finished blocks outlive a killed capture, each with a receipt."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, ValidationError
+
+from alambique.cache.codec import Entries
+from alambique.cache.shards import FORMAT, SUFFIX, VERSION, Block, write_shard
+from alambique.core.errors import UserError
+from alambique.core.files import atomic_path, read_json, sha256_file, sha256_json, write_json
+from alambique.core.params import Config
+
+_ABANDONED_SECONDS = 3600  # assumption: writing one shard takes seconds, so an older scratch file is a killed run's
+
+
+class Receipt(Config):
+    """What is known of a finished block: written after its shard, so a shard without one is not finished."""
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    bytes: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    seconds: float = Field(ge=0)  # of the forward pass and all it waited for; what a resumed run reports
+    peak_mib: float = Field(ge=0)
+
+
+def plan_blocks(row_hashes: list[str], rows_per_block: int, depends_on: dict[str, Any]) -> list[Block]:
+    """Cut rows into blocks of ``rows_per_block`` and name each by the hash of everything that decides its bytes."""
+    blocks = []
+    for first in range(0, len(row_hashes), rows_per_block):
+        hashes = tuple(row_hashes[first : first + rows_per_block])
+        name = sha256_json({"format": FORMAT, "version": VERSION, **depends_on, "rows": hashes})[:32]
+        blocks.append(Block(name, first, hashes))
+    return blocks
+
+
+class Store:
+    """Blocks by name in one folder. Several captures may share it: equal names mean equal bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for scratch in folder.glob(".*.part"):
+            if time.time() - scratch.stat().st_mtime > _ABANDONED_SECONDS:
+                scratch.unlink(missing_ok=True)
+
+    def shard(self, block: Block) -> Path:
+        """Where a block's file is, or will be."""
+        return self.folder / f"{block.name}{SUFFIX}"
+
+    def find(self, block: Block) -> Receipt | None:
+        """The receipt of a block whose file is whole, hashing it; a damaged one is named on stderr and forgotten."""
+        shard, receipt_path = self.shard(block), self._receipt(block)
+        if not (shard.is_file() and receipt_path.is_file()):
+            return None
+        try:
+            receipt = Receipt.model_validate(read_json(receipt_path))
+            whole = shard.stat().st_size == receipt.bytes and sha256_file(shard) == receipt.sha256
+        except (UserError, ValidationError):
+            whole = False
+        if whole:
+            return receipt
+        rows = f"rows {block.rows.start} to {block.rows.stop - 1}"
+        print(f"warning: {shard} ({rows}) is damaged and will be captured again", file=sys.stderr)
+        receipt_path.unlink()
+        return None
+
+    def write(
+        self, block: Block, mask_RS: NDArray[np.bool_], entries: Entries, codec: str, seconds: float, peak_mib: float
+    ) -> Receipt:
+        """Encode a block, write it atomically, then its receipt.
+
+        Raises:
+            UserError: the disk is full or can't be written; finished blocks stay.
+        """
+        shard = self.shard(block)
+        try:
+            with atomic_path(shard) as scratch:
+                write_shard(scratch, block, mask_RS, entries, codec)
+                sha256, size = sha256_file(scratch), scratch.stat().st_size
+            receipt = Receipt(
+                sha256=sha256, bytes=size, tokens=len(entries.tail_mass_N), seconds=seconds, peak_mib=peak_mib
+            )
+            write_json(self._receipt(block), receipt.model_dump())
+        except OSError as error:
+            raise UserError(
+                f"{shard} could not be written ({error.strerror or error}): free some space and run again, the blocks "
+                "finished so far are kept."
+            ) from error
+        return receipt
+
+    def _receipt(self, block: Block) -> Path:
+        return self.folder / f"{block.name}.json"

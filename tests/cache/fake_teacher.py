@@ -1,0 +1,84 @@
+"""A teacher of a few thousand numbers and rows for it; run as a script, it captures slowly so that it can be killed.
+
+    python fake_teacher.py OUT STORE [SECONDS_PER_BATCH]
+"""
+
+import hashlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alambique.cache.capture import CaptureConfig, CaptureResult, capture
+
+VOCAB, PADDED, HIDDEN, SEQ_LEN = 300, 320, 16, 24
+IDENTITY = {"uri": "file:fake", "sha256": "0" * 64, "tokenizer_sha256": "1" * 64}
+# 4 rows per block: the codec reckons with 24 · 8 · 2.7 bytes per row.
+CONFIG = CaptureConfig(top_k=8, dtype="float32", batch_tokens=48, shard_mib=4 * 24 * 8 * 2.7 / 2**20 + 1e-9)
+
+
+class FakeTeacher:
+    """Hidden states that depend on a token and the one before it in its document."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, seconds: float = 0.0, largest_batch: int = 1 << 30) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._embedding_VD = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
+        self.head_weight_VD = torch.randn(PADDED, HIDDEN, generator=generator).to(dtype)
+        self.head_bias_V: Tensor | None = None
+        self.logit_softcap: float | None = None
+        self.logit_scale = 1.0
+        self.seconds, self.largest_batch = seconds, largest_batch
+        self.rows_seen: list[int] = []
+
+    def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
+        if len(input_ids_BS) > self.largest_batch:
+            raise torch.OutOfMemoryError("fake")
+        time.sleep(self.seconds)
+        self.rows_seen.append(len(input_ids_BS))
+        embedded_BSD = self._embedding_VD[input_ids_BS]
+        same_BS = torch.zeros_like(document_ids_BS, dtype=torch.bool)
+        same_BS[:, 1:] = document_ids_BS[:, 1:] == document_ids_BS[:, :-1]
+        return embedded_BSD + 0.5 * embedded_BSD.roll(1, dims=1) * same_BS[..., None]
+
+
+@dataclass
+class FakeRows:
+    input_ids_RS: Tensor
+    document_ids_RS: Tensor
+    loss_mask_RS: Tensor
+
+    def row_hashes(self) -> list[str]:
+        parts = (self.input_ids_RS, self.document_ids_RS, self.loss_mask_RS)
+        return [
+            hashlib.sha256(b"".join(part[row].numpy().tobytes() for part in parts)).hexdigest()
+            for row in range(len(self.input_ids_RS))
+        ]
+
+
+def make_rows(num_rows: int = 14, masked: bool = True) -> FakeRows:
+    """Rows with two documents each; row 3 has no target at all, when ``masked``."""
+    generator = torch.Generator().manual_seed(11)
+    ids_RS = torch.randint(0, VOCAB, (64, SEQ_LEN), generator=generator, dtype=torch.int32)[:num_rows]
+    documents_RS = (torch.arange(SEQ_LEN) >= 10).to(torch.int32).repeat(num_rows, 1)
+    mask_RS = torch.ones(num_rows, SEQ_LEN, dtype=torch.bool)
+    if masked:
+        mask_RS[:, 9] = False
+        mask_RS[1::3, 20:] = False
+        mask_RS[3] = False
+    return FakeRows(ids_RS, documents_RS, mask_RS)
+
+
+def run(
+    out: Path, store: Path, *, teacher: FakeTeacher | None = None, rows: FakeRows | None = None, **settings: object
+) -> CaptureResult:
+    """Capture with the defaults of the tests; ``settings`` change the configuration."""
+    config = CaptureConfig.model_validate({**CONFIG.model_dump(), **settings})
+    teacher, rows = teacher or FakeTeacher(), rows or make_rows()
+    return capture(rows, teacher, out, store, IDENTITY, config, VOCAB, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), Path(sys.argv[2]), teacher=FakeTeacher(seconds=float(sys.argv[3])))
