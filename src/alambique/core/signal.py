@@ -28,6 +28,11 @@ class TopKSignal:
         """Select tokens (index, mask or slice over the leading dimension)."""
         return TopKSignal(self.ids_NK[index], self.logprobs_NK[index], self.tail_mass_N[index])
 
+    @property
+    def num_tokens(self) -> int:
+        """Length of the leading dimension."""
+        return self.ids_NK.shape[0]
+
     def flatten(self) -> "TopKSignal":
         """Fold leading dimensions, [rows, S, K] -> [rows·S, K]."""
         k = self.ids_NK.shape[-1]
@@ -51,6 +56,11 @@ class DenseSignal:
     def __getitem__(self, index: Tensor | slice) -> "DenseSignal":
         """Select tokens (index, mask or slice over the leading dimension)."""
         return DenseSignal(self.logprobs_NV[index])
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the leading dimension."""
+        return self.logprobs_NV.shape[0]
 
     def flatten(self) -> "DenseSignal":
         """Fold leading dimensions, [rows, S, V] -> [rows·S, V]."""

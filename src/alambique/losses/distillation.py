@@ -1,0 +1,91 @@
+"""The loss: student hidden states and head against a teacher's signal, by the path of one's choice.
+
+Dimension letters: N tokens, D hidden size, V rows of the head, K kept entries.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alambique.core.errors import UserError, did_you_mean
+from alambique.core.signal import Signal
+from alambique.losses import dense, fused
+from alambique.losses.config import LossConfig
+from alambique.losses.task import Task, build
+
+_log = logging.getLogger(__name__)
+
+# A path takes (hidden_ND, head_weight_VD, head_bias_V, task) and returns (differentiable loss, sums of Rows).
+Path = Callable[[Tensor, Tensor, Tensor | None, Task], tuple[Tensor, Tensor]]
+PATHS: dict[str, Path] = {"dense": dense.run, "fused": fused.run_fused}
+DEFAULT_CONFIG = LossConfig()
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What ``distillation_loss`` returns. All but ``loss`` are detached weighted means over rows, in nats.
+
+    Attributes:
+        loss: scalar; kd_weight·T²·kd + ce_weight·ce + z_loss·(mean lse²).
+        kd: the divergence, without T² and without its weight.
+        ce: cross-entropy with the labels; None without labels.
+        student_mass: the student's probability of the entries that the teacher kept (1 for a dense signal).
+        entropy: of the student over the classes compared: the kept entries and the tail as one.
+    """
+
+    loss: Tensor
+    kd: Tensor
+    ce: Tensor | None
+    student_mass: Tensor
+    entropy: Tensor
+
+
+def distillation_loss(
+    hidden_ND: Tensor,
+    head_weight_VD: Tensor,
+    signal: Signal,
+    *,
+    labels_N: Tensor | None = None,
+    weights_N: Tensor | None = None,
+    head_bias_V: Tensor | None = None,
+    vocab_size: int | None = None,
+    denominator: Tensor | float | None = None,
+    config: LossConfig = DEFAULT_CONFIG,
+    impl: str = "auto",
+    weight_grad_VD: Tensor | None = None,
+) -> LossOutput:
+    """Distillation loss of a student whose logits are hidden_ND @ head_weight_VD.T, never all built at once.
+
+    Args:
+        hidden_ND: [N, D] after the final norm. Its dtype is that of the matrix products' operands.
+        head_weight_VD: [V, D], of any float dtype: a float32 parameter beside bfloat16 hidden states is cast once,
+            and gets a float32 gradient that was never rounded, which is better than passing its bfloat16 cast.
+        signal: the teacher, for N tokens, already shifted: row i is about the token that follows position i.
+        labels_N: [N] ids of the next tokens; rows at -100 are dropped.
+        weights_N: [N] weights of rows, 1 by default; rows at 0 are dropped.
+        head_bias_V: [V].
+        vocab_size: rows of the head from here on are padding: their logits count as -inf.
+        denominator: what the weighted sum is divided by, for accumulation over micro-batches or ranks; Σ weights by
+            default. Prefer it to scaling the loss, which rounds low-precision gradients twice.
+        config: the objective.
+        impl: ``dense`` (the definition), ``fused``, or ``auto``.
+        weight_grad_VD: a buffer shaped like the head, to which the head's gradient is added during this call, as for
+            a loss whose gradient is 1; autograd then gets none for the head.
+
+    Raises:
+        UserError: an unknown ``impl``, or an option that it or these inputs can't serve.
+        ValueError: shapes that don't fit together.
+    """
+    if impl != "auto" and impl not in PATHS:
+        raise UserError(f"loss: impl {impl} does not exist{did_you_mean(impl, [*PATHS, 'auto'])}.")
+    with torch.autocast(hidden_ND.device.type, enabled=False):  # precision is decided here, not by the caller's region
+        kept_ND, task = build(
+            hidden_ND, head_weight_VD, signal, labels_N, weights_N, vocab_size, denominator, config, weight_grad_VD
+        )
+        path = PATHS["fused" if impl == "auto" else impl]
+        loss, totals = path(kept_ND, head_weight_VD, head_bias_V, task)
+    kd, ce, _, mass, entropy = totals.unbind()
+    return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy)

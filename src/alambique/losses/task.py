@@ -1,0 +1,128 @@
+"""One call of the loss, checked and reduced to the rows that count.
+
+Dimension letters: N tokens (after dropping), K kept entries, V vocabulary, D hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alambique.core.errors import UserError
+from alambique.core.signal import DenseSignal, Signal, TopKSignal
+from alambique.losses.config import LossConfig
+
+IGNORED_LABEL = -100  # source: torch's cross_entropy
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything but the differentiable inputs.
+
+    Attributes:
+        signal: the teacher, for the N rows.
+        labels_N: int64, or None.
+        scale_N: weight / denominator of each row, in the compute dtype.
+        vocab_size: columns of the head from here on are padding.
+        config: the objective.
+        weight_grad_VD: where the head's gradient is added, instead of being handed to autograd; or None.
+    """
+
+    signal: Signal
+    labels_N: Tensor | None
+    scale_N: Tensor
+    vocab_size: int
+    config: LossConfig
+    weight_grad_VD: Tensor | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float64 for float64 inputs, otherwise float32."""
+        return self.scale_N.dtype
+
+    def coefficients(self) -> Tensor:
+        """Weights of the sums (kd, ce, lse²) in the loss, in ``Rows`` order; diagnostics weigh nothing."""
+        config = self.config
+        values = [config.kd_weight * config.temperature**2, config.ce_weight, config.z_loss, 0.0, 0.0]
+        return torch.tensor(values, dtype=self.compute_dtype, device=self.scale_N.device)
+
+
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """float64 for float64 inputs, otherwise float32: softmax and sums are never taken in less."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def build(
+    hidden_ND: Tensor,
+    head_weight_VD: Tensor,
+    signal: Signal,
+    labels_N: Tensor | None,
+    weights_N: Tensor | None,
+    vocab_size: int | None,
+    denominator: Tensor | float | None,
+    config: LossConfig,
+    weight_grad_VD: Tensor | None,
+) -> tuple[Tensor, Task]:
+    """Check shapes and options, drop rows without weight, and return the hidden states left with their task.
+
+    Raises:
+        UserError: an option that can't be had with these inputs.
+        ValueError: shapes or dtypes that don't fit together.
+    """
+    vocab_size = vocab_size or head_weight_VD.shape[0]
+    _check_shapes(hidden_ND, head_weight_VD, signal, labels_N, weights_N, vocab_size, weight_grad_VD)
+    _check_options(signal, labels_N, config)
+    dtype = compute_dtype(hidden_ND)
+    weight_N = torch.ones(hidden_ND.shape[0], dtype=dtype, device=hidden_ND.device)
+    if weights_N is not None:
+        weight_N = weights_N.detach().to(weight_N)
+    if labels_N is not None:
+        weight_N = weight_N.masked_fill(labels_N == IGNORED_LABEL, 0.0)
+    total = weight_N.sum() if denominator is None else torch.as_tensor(denominator, dtype=dtype).to(weight_N.device)
+    scale_N = weight_N / torch.where(total == 0, 1.0, total)  # nothing to learn from: 0, not NaN
+    kept = None
+    if labels_N is not None or weights_N is not None:  # one synchronisation; the GEMMs saved are worth far more
+        kept = weight_N.nonzero().squeeze(-1)
+        if kept.numel() == hidden_ND.shape[0]:
+            kept = None
+    if kept is not None:
+        hidden_ND, scale_N, signal = hidden_ND.index_select(0, kept), scale_N[kept], signal[kept]
+        labels_N = labels_N[kept] if labels_N is not None else None
+    labels_N = labels_N.long() if labels_N is not None else None
+    return hidden_ND, Task(signal, labels_N, scale_N, vocab_size, config, weight_grad_VD)
+
+
+def _check_shapes(
+    hidden_ND: Tensor,
+    head_weight_VD: Tensor,
+    signal: Signal,
+    labels_N: Tensor | None,
+    weights_N: Tensor | None,
+    vocab_size: int,
+    weight_grad_VD: Tensor | None,
+) -> None:
+    if hidden_ND.dim() != 2 or head_weight_VD.dim() != 2 or hidden_ND.shape[1] != head_weight_VD.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden_ND.shape)} and head {tuple(head_weight_VD.shape)} are not [N, D] and [V, D]"
+        )
+    tokens = hidden_ND.shape[0]
+    for name, tensor in (("labels", labels_N), ("weights", weights_N)):
+        if tensor is not None and tensor.shape != (tokens,):
+            raise ValueError(f"{name} {tuple(tensor.shape)} is not [N] with N = {tokens}")
+    if signal.num_tokens != tokens:
+        raise ValueError(f"the signal has {signal.num_tokens} tokens, the hidden states {tokens}")
+    if not 0 < vocab_size <= head_weight_VD.shape[0]:
+        raise ValueError(f"vocab_size {vocab_size} is not within the head's {head_weight_VD.shape[0]} rows")
+    if isinstance(signal, DenseSignal) and signal.logprobs_NV.shape[1] < vocab_size:
+        raise ValueError(f"the dense signal has {signal.logprobs_NV.shape[1]} columns, fewer than {vocab_size}")
+    if weight_grad_VD is not None and weight_grad_VD.shape != head_weight_VD.shape:
+        raise ValueError(f"weight_grad {tuple(weight_grad_VD.shape)} is not of the head's shape")
+
+
+def _check_options(signal: Signal, labels_N: Tensor | None, config: LossConfig) -> None:
+    if labels_N is None and config.ce_weight > 0:
+        raise UserError("loss: ce_weight > 0 needs labels: pass labels_N, or set ce_weight: 0.")
+    if not isinstance(signal, TopKSignal):
+        return
+    if labels_N is None and config.tail == "residual_to_label":
+        raise UserError("loss: tail: residual_to_label needs labels: pass labels_N, or choose tail: bucket.")
