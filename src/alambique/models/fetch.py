@@ -1,5 +1,6 @@
 """Models by URI, as a local transformers folder of safetensors and tokenizer."""
 
+import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,7 @@ def _convert(gguf: Path, out: Path) -> None:
             local_files_only=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:  # whatever a damaged file trips over
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{gguf.name} can't be converted from GGUF ({reason}): use the model's safetensors.") from error
     model.save_pretrained(out)
