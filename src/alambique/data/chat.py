@@ -11,6 +11,7 @@ from alambique.core.errors import UserError
 from alambique.data.readers import Document, Message
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOW = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
 # Templates that print today's date would make other tokens tomorrow. Llama 3.1's template falls back to this date.
 _DATE = datetime(2024, 7, 26)
 
@@ -79,9 +80,14 @@ def _render(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[Messa
             **{"tokenize": False, **options},
             return_dict=bool(options.get("tokenize")),
             date_string=_DATE.strftime("%d %b %Y"),
-            strftime_now=_DATE.strftime,
+            chat_template=_undated(str(tokenizer.chat_template)),
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise UserError(
             f"{where}: the chat template refuses this conversation ({error}); repair or remove it."
         ) from error
+
+
+def _undated(template: str) -> str:
+    """The template with every ``strftime_now("FORMAT")`` replaced by the fixed date, as text."""
+    return _NOW.sub(lambda match: repr(_DATE.strftime(match["format"])), template)
