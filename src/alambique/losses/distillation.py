@@ -5,6 +5,7 @@ Dimension letters: N tokens, D hidden size, V rows of the head, K kept entries.
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +82,7 @@ def distillation_loss(
     """
     if impl != "auto" and impl not in PATHS:
         raise UserError(f"loss: impl {impl} does not exist{did_you_mean(impl, [*PATHS, 'auto'])}.")
-    with torch.autocast(hidden_ND.device.type, enabled=False):  # precision is decided here, not by the caller's region
+    with _own_precision(hidden_ND.device.type):
         kept_ND, task = build(
             hidden_ND, head_weight_VD, signal, labels_N, weights_N, vocab_size, denominator, config, weight_grad_VD
         )
@@ -89,3 +90,8 @@ def distillation_loss(
         loss, totals = path(kept_ND, head_weight_VD, head_bias_V, task)
     kd, ce, _, mass, entropy = totals.unbind()
     return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy)
+
+
+def _own_precision(device_type: str) -> AbstractContextManager[object]:
+    """No autocast: precision is decided here, not by the caller's region. Meta tensors have none to switch off."""
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
