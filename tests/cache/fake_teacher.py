@@ -1,6 +1,6 @@
 """A teacher of a few thousand numbers and rows for it; run as a script, it captures slowly so that it can be killed.
 
-    python fake_teacher.py OUT STORE [SECONDS_PER_BATCH]
+python fake_teacher.py OUT STORE [SECONDS_PER_BATCH]
 """
 
 import hashlib

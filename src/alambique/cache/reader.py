@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from alambique.cache.codec import DamageError, find_codec
 from alambique.cache.manifest import REMEDY, Manifest, ShardEntry, load_manifest, rows_sha256
-from alambique.cache.shards import Shard
+from alambique.cache.shards import SUFFIX, Shard
 from alambique.core.errors import UserError
 from alambique.core.files import MANIFEST, sha256_file
 from alambique.core.signal import TopKSignal
@@ -67,17 +67,17 @@ class TeacherCache:
             UserError: a row or its shard is damaged.
             IndexError: a row number lies outside [0, num_rows).
         """
+        located = [self._locate(row) for row in rows]  # opened, so their sizes are true before anything is allocated
         shape = (len(rows), self.seq_len, self.top_k)
         ids_RSK = np.zeros(shape, np.int32)
         logprobs_RSK = np.full(shape, -np.inf, np.float16)
         tail_mass_RS = np.ones(shape[:2], np.float32)
-        for index, row in enumerate(rows):
-            number = self._shard_of(row)
-            shard, entry = self._shard(number), self._manifest.shards[number]
+        for index, (shard, row) in enumerate(located):
             try:
-                shard.read_row(row - entry.first_row, ids_RSK[index], logprobs_RSK[index], tail_mass_RS[index])
+                shard.read_row(row, ids_RSK[index], logprobs_RSK[index], tail_mass_RS[index])
             except DamageError as error:
-                raise UserError(f"row {row} in {self.path / entry.file} is damaged: {error}. {REMEDY}") from error
+                file = self.path / f"{shard.facts.name}{SUFFIX}"
+                raise UserError(f"row {rows[index]} in {file} is damaged: {error}. {REMEDY}") from error
         return TopKSignal(torch.from_numpy(ids_RSK), torch.from_numpy(logprobs_RSK), torch.from_numpy(tail_mass_RS))
 
     @cached_property
@@ -141,10 +141,12 @@ class TeacherCache:
         with np.errstate(invalid="ignore"):
             return total_S / count_S
 
-    def _shard_of(self, row: int) -> int:
+    def _locate(self, row: int) -> tuple[Shard, int]:
+        """The shard that holds a row, and the row's number in it."""
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of a cache with {self.num_rows} rows")
-        return bisect_right(self._first_rows, row) - 1
+        number = bisect_right(self._first_rows, row) - 1
+        return self._shard(number), row - self._first_rows[number]
 
     def _shard(self, number: int) -> Shard:
         if number not in self._open:
@@ -162,7 +164,7 @@ class TeacherCache:
         """The shard must be the one that the manifest means: names catch swapped files."""
         ours = self._manifest
         expected = {
-            "name": entry.file.removesuffix(".safetensors"),
+            "name": entry.file.removesuffix(SUFFIX),
             "num_rows": entry.rows,
             "num_tokens": entry.tokens,
             **{field: getattr(ours, field) for field in ("codec", "top_k", "vocab_size", "seq_len")},

@@ -82,8 +82,8 @@ def write_shard(path: Path, block: Block, mask_RS: NDArray[np.bool_], entries: E
         "seq_len": mask_RS.shape[1],
         "num_rows": len(block.row_hashes),
         "num_tokens": len(entries.tail_mass_N),
-        "index_crc32": _crc32_index(tensors),
     }
+    facts["index_crc32"] = _crc32_index(facts, tensors)
     for stream, ranges in encoded.streams.items():
         tensors[stream] = np.frombuffer(b"".join(ranges), np.uint8)
     tensors["tail_mass"] = entries.tail_mass_N
@@ -121,8 +121,10 @@ def crc32_row(ranges: Sequence[bytes], tail_mass_N: NDArray[np.float32]) -> int:
     return zlib.crc32(np.ascontiguousarray(tail_mass_N).data, crc)
 
 
-def _crc32_index(tensors: Mapping[str, NDArray[Any]]) -> int:
-    crc = 0
+def _crc32_index(facts: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> int:
+    """Checksum of the facts but itself, as compact JSON, then of the index: name and bytes of each tensor, sorted."""
+    stated = {name: value for name, value in facts.items() if name != "index_crc32"}
+    crc = zlib.crc32(json.dumps(stated, sort_keys=True, separators=(",", ":")).encode())
     for name in sorted(tensors):
         crc = zlib.crc32(np.ascontiguousarray(tensors[name]).data, zlib.crc32(name.encode(), crc))
     return crc
@@ -155,7 +157,7 @@ class Shard:
         _need(self.facts.codec_version == self.codec.VERSION, f"codec version {self.facts.codec_version} is unknown")
         _check_shapes(arrays, self.facts, self.codec)
         small = {name: array for name, array in arrays.items() if name not in ("tail_mass", *self.codec.STREAMS)}
-        _need(_crc32_index(small) == self.facts.index_crc32, "its index fails its checksum")
+        _need(_crc32_index(self.facts.model_dump(), small) == self.facts.index_crc32, "its index fails its checksum")
         self._arrays = arrays
         unused = self.facts.seq_len % 8
         _need(not unused or int(arrays["mask"][:, -1].max()) < 1 << unused, "its mask is longer than its rows")
