@@ -1,0 +1,111 @@
+"""What can be measured: the cases by name, and the shapes of real models that they use.
+
+A case is a module with ``run(options: Options) -> Outcome``, imported only when it is asked for, so that a case may
+need more (Liger, transformers) than the others. Adding one is adding a line to ``CASES``.
+
+Dimension letters: N tokens, D hidden size, V vocabulary, K kept entries.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The head of one real model, and how many of its positions are in one call of the loss."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.hidden}x{self.vocab}"
+
+
+SMOLLM2_135M = (576, 49_152)  # (D, V); source: the model's config.json
+LLAMA32_1B = (2048, 128_256)  # source: as above
+LLAMA31_8B = (4096, 128_256)  # source: as above; fits the published figures of the loss alone
+TOP_K = 100  # source: the published cache
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a case is run.
+
+    Attributes:
+        device: where timings and measured peaks are taken.
+        quick: tiny shapes, to see that everything runs; its figures mean nothing and are never recorded.
+        repeats: timed runs of each contender, interleaved; the median counts.
+        only: names of shapes or contenders to keep, as the case documents them; empty for all.
+    """
+
+    device: torch.device
+    quick: bool = False
+    repeats: int = 5
+    only: tuple[str, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What a case found.
+
+    Attributes:
+        rows: one dict per figure or group of figures, JSON values only; these are recorded and printed as a table.
+        summary: the last line, whose keys other tools rely on.
+        notes: sentences below the table: what could not run and why, what a peer's job differs in.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a case is and what vouches for it.
+
+    Attributes:
+        about: one line for ``--help``.
+        module: imported when the case runs.
+        tests: paths of the tests that must pass before anything is timed.
+        measures: files and folders whose content is hashed into each recorded row.
+    """
+
+    about: str
+    module: str
+    tests: tuple[str, ...]
+    measures: tuple[str, ...]
+
+
+_LOSS_TESTS = ("tests/losses", "tests/kernels", "tests/benchmarks")
+_LOSS_CODE = ("src/alambique/losses", "src/alambique/kernels", "src/alambique/core/signal.py", "benchmarks")
+_CACHE_CODE = ("src/alambique/cache", "src/alambique/core/signal.py", "benchmarks")
+
+CASES: dict[str, Case] = {
+    "loss_memory": Case(
+        "peak and retained memory of the loss, 8K to 256K tokens", "benchmarks.loss_memory", _LOSS_TESTS, _LOSS_CODE
+    ),
+    "loss_speed": Case(
+        "time of the loss against dense, three plain products and peers",
+        "benchmarks.loss_speed",
+        _LOSS_TESTS,
+        _LOSS_CODE,
+    ),
+    "loss_precision": Case(
+        "gradient error at bfloat16 against float64", "benchmarks.loss_precision", _LOSS_TESTS, _LOSS_CODE
+    ),
+    "cache": Case(
+        "bytes per token and decoding speed of the teacher's cache",
+        "benchmarks.cache_cases",
+        ("tests/cache",),
+        _CACHE_CODE,
+    ),
+    "capture": Case(
+        "capture against the bare forward pass", "benchmarks.capture_cases", ("tests/cache",), _CACHE_CODE
+    ),
+    "ladder": Case("held-out KL by tail rule and K", "benchmarks.ladder", ("tests/train",), ("src/alambique",)),
+    "methods": Case("the four methods in training", "benchmarks.methods", ("tests/train",), ("src/alambique",)),
+    "train": Case("a training step and its parts", "benchmarks.train", ("tests/train",), ("src/alambique",)),
+}

@@ -1,0 +1,58 @@
+"""Gradient error of bfloat16 inputs against float64, with a student near its teacher and far from it.
+
+Last line: ``grad_error.<contender>.<near|far>``, the larger of the relative errors ‖g - g64‖/‖g64‖ of the hidden states'
+and the head's gradients. Both g have the inputs' dtype as users get them, rounding to bfloat16 included.
+"""
+
+import torch
+from torch import Tensor
+
+from alambique.losses.distillation import distillation_loss
+from benchmarks import problems
+from benchmarks.cases import SMOLLM2_135M, Options, Outcome, Shape
+from benchmarks.contenders import ALL, available
+from benchmarks.problems import Problem
+
+# Only those that compute the same objective: a peer that learns labels or another teacher has another gradient.
+CONTENDERS = [
+    "dense", "dense_plain", "forward_chunked", "recompute", "fused", "fused_compact", "triton", "triton_compact", "tiled",
+]  # fmt: skip
+
+
+def run(options: Options) -> Outcome:
+    """Measure all paths; ``only`` keeps contenders."""
+    names, notes = available([n for n in CONTENDERS if not options.only or n in options.only], options.device)
+    out = Outcome(notes=notes, summary={"grad_error": {}})
+    shape = Shape(64, 64, 1024) if options.quick else Shape(512, *SMOLLM2_135M)
+    for teacher in ("near", "far"):
+        problem = problems.make_related(shape, teacher == "near", options.device)
+        exact = _exact(problem)
+        for name in names:
+            problem.clear_gradients()
+            loss = ALL[name].loss(problem)
+            loss.backward()  # type: ignore[no-untyped-call]
+            found = _gradients(problem)
+            errors = [float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact[1:], strict=True)]
+            loss_error = abs(loss.item() - exact[0].item()) / abs(exact[0].item())
+            out.rows.append(
+                {
+                    "contender": name, "teacher": teacher, "shape": str(shape), "hidden_error": errors[0],
+                    "weight_error": errors[1], "loss_error": loss_error, "loss_nats": exact[0].item(),
+                }
+            )  # fmt: skip
+            out.summary["grad_error"].setdefault(name, {})[teacher] = round(max(errors), 6)
+    return out
+
+
+def _gradients(problem: Problem) -> tuple[Tensor, Tensor]:
+    assert problem.hidden_ND.grad is not None and problem.weight_VD.grad is not None
+    return problem.hidden_ND.grad, problem.weight_VD.grad
+
+
+def _exact(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of the definition in float64, from the same bfloat16 inputs."""
+    hidden_ND, weight_VD = (x.detach().double().requires_grad_() for x in (problem.hidden_ND, problem.weight_VD))
+    loss = distillation_loss(hidden_ND, weight_VD, problem.signal, impl="dense").loss
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert hidden_ND.grad is not None and weight_VD.grad is not None
+    return loss.detach(), hidden_ND.grad, weight_VD.grad

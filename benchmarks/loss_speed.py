@@ -1,0 +1,106 @@
+"""Time of one step of the loss, forward and backward, against what else computes it, side by side in one process.
+
+Last line: ``ratio_to.<contender>.<shape>.<dtype>``, our median time over theirs (less than 1 is faster), where ours is
+the path that ``ours`` names; ``filtered`` has the gradient filter on real logits, or null where those can't be had.
+
+``--only`` keeps shapes (as ``2048x576x49152``), dtypes (``float32``) or contenders, whichever it names.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from alambique.losses.distillation import PATHS
+from benchmarks import baselines, problems, timing
+from benchmarks.cases import LLAMA31_8B, LLAMA32_1B, SMOLLM2_135M, Options, Outcome, Shape
+from benchmarks.contenders import ALL, available
+from benchmarks.problems import Problem
+
+CONTENDERS = [
+    "fused", "triton", "tiled", "recompute", "forward_chunked", "dense", "dense_plain", "liger", "liger_kl", "torch_lce",
+    "cce",
+]  # fmt: skip
+CPU_SHAPES = (Shape(2048, *SMOLLM2_135M), Shape(1024, *LLAMA32_1B))
+GPU_SHAPES = tuple(Shape(tokens, *LLAMA31_8B) for tokens in (1024, 8192, 32_768))
+QUICK_SHAPES = (Shape(256, 64, 1024),)
+_GPU_ONLY_SMALL = 8192  # tokens up to which everything is timed on a GPU; above, dense grids don't fit
+
+
+def run(options: Options) -> Outcome:
+    """Time all contenders at all shapes and dtypes."""
+    on_gpu = options.device.type == "cuda"
+    wanted = set(options.only)
+    names, notes = available([n for n in CONTENDERS if not wanted & set(CONTENDERS) or n in wanted], options.device)
+    ours = "triton" if on_gpu and "triton" in PATHS else "fused"
+    if ours not in names:
+        names.insert(0, ours)
+    out = Outcome(notes=notes, summary={"ours": ours, "ratio_to": {}})
+    shapes = QUICK_SHAPES if options.quick else GPU_SHAPES if on_gpu else CPU_SHAPES
+    for shape in shapes:
+        for dtype in (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16):
+            labels = {str(shape), _name(dtype)}
+            asked = wanted - set(CONTENDERS)
+            if all(label in asked or not asked & group for label, group in zip(sorted(labels), _groups(), strict=True)):
+                _compare(shape, dtype, ours, names, options, out)
+    out.summary["filtered"] = _filtered(options, out)
+    return out
+
+
+def _groups() -> tuple[set[str], set[str]]:
+    shapes = {str(shape) for shape in (*CPU_SHAPES, *GPU_SHAPES, *QUICK_SHAPES)}
+    return shapes, {"float32", "bfloat16"}  # in the order in which labels sort: digits come before letters
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compare(
+    shape: Shape, dtype: torch.dtype, ours: str, names: list[str], options: Options, out: Outcome
+) -> None:
+    problem = problems.make(shape, dtype, options.device)
+    steps: dict[str, Callable[[], object]] = {"three_gemms": _three_gemms(problem)}
+    for name in names:
+        step = _step(problem, name)
+        try:
+            step()
+        except torch.OutOfMemoryError:
+            out.notes.append(f"{name} does not fit at {shape}.")
+            torch.cuda.empty_cache()
+        except (RuntimeError, NotImplementedError, AssertionError) as error:  # peers have conditions of their own
+            out.notes.append(f"{name} can't do {shape} in {_name(dtype)}: {str(error).splitlines()[0][:120]}")
+        else:
+            steps[name] = step
+    seconds = timing.interleaved(steps, options.repeats, options.device)
+    for name, runs in seconds.items():
+        against = timing.ratio(seconds[ours], runs)
+        out.rows.append(
+            {
+                "contender": name, "shape": str(shape), "dtype": _name(dtype), "median_s": statistics.median(runs),
+                "min_s": min(runs), "max_s": max(runs), "ours_to_theirs": against, "repeats": options.repeats,
+            }
+        )  # fmt: skip
+        if name != ours:
+            per_shape = out.summary["ratio_to"].setdefault(name, {}).setdefault(str(shape), {})
+            per_shape[_name(dtype)] = round(against, 4)
+
+
+def _step(problem: Problem, name: str) -> Callable[[], object]:
+    def step() -> None:
+        problem.clear_gradients()
+        ALL[name].loss(problem).backward()  # type: ignore[no-untyped-call]
+        problem.clear_gradients()
+
+    return step
+
+
+def _three_gemms(problem: Problem) -> Callable[[], object]:
+    hidden_ND, weight_VD = problem.hidden_ND.detach(), problem.weight_VD.detach()
+    logits_NV = torch.empty(hidden_ND.shape[0], weight_VD.shape[0], dtype=hidden_ND.dtype, device=hidden_ND.device)
+    return lambda: baselines.three_gemms(hidden_ND, weight_VD, logits_NV)
+
+
+def _filtered(options: Options, out: Outcome) -> dict[str, float] | None:
+    out.notes.append("filtered: the gradient filter is not there yet.")
+    return None
