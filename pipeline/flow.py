@@ -118,16 +118,14 @@ def _attempt(job: Job) -> None:
     from prefect.logging import get_run_logger
 
     logger: Any = get_run_logger()
-    try:
+    with Observer(job, logger) as observer, contextlib.ExitStack() as stack:
+        stack.callback(job.reset)  # before the observer's own end: whatever happens, the job is stopped first
         _wait_for_slot(job, logger)
-        with Observer(job, logger) as observer:
-            while (outcome := job.poll(0.2)) is None:
-                observer.look()
-            observer.finish(outcome)
-        if outcome.status is not Status.OK:
-            raise JobFailed(f"{job.label} {outcome.reason}")
-    finally:
-        job.reset()
+        while (outcome := job.poll(0.2)) is None:
+            observer.look()
+        observer.finish(outcome)
+    if outcome.status is not Status.OK:
+        raise JobFailed(f"{job.label} {outcome.reason}")
 
 
 def _wait_for_slot(job: Job, logger: logging.Logger) -> None:

@@ -5,17 +5,22 @@ Only `pipeline.flow` uses this, inside a task run. A failure to tell is said onc
 
 import json
 import logging
+import queue
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+from pipeline import tracking
 from pipeline.jobs import Job, Outcome, Status
 
 _LOOK_SECONDS = 3.0  # assumption: fresh enough to watch, rare enough to cost nothing
 _CURVE_STAGES = ("teacher", "distill")  # evaluations have no curve, and importing MLflow takes two seconds
+_CURVE_AFTER_SECONDS = 10.0  # assumption: a shorter job has no curve worth waiting for
+_FINISH_SECONDS = 20.0  # assumption: a store that takes longer is out of order
 _MLFLOW_STATUS = {Status.OK: "FINISHED", Status.RESUMABLE: "KILLED", Status.RETRYABLE: "KILLED"}
 
 
@@ -26,14 +31,16 @@ class Observer:
         self._job, self._logger = job, logger
         self._next_look = time.monotonic() + _LOOK_SECONDS
         self._artifact: UUID | None = None
-        self._live: Any = None
+        self._curves: Curves | None = None
+        self._points: list[dict[str, Any]] = []  # not yet given to the curves
+        self._began = time.monotonic()
         self._muted: set[str] = set()
 
     def __enter__(self) -> "Observer":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._end_live("KILLED")  # does nothing after finish()
+        self._end_curves("KILLED")  # does nothing after finish()
 
     def look(self) -> None:
         """Pass on what is new, if it is time."""
@@ -48,14 +55,35 @@ class Observer:
         log("%s %s", self._job.label, outcome.reason)
         if outcome.status is Status.OK:
             self._prefect(self._results_table)
-        self._end_live(_MLFLOW_STATUS.get(outcome.status, "FAILED"))
+        self._end_curves(_MLFLOW_STATUS.get(outcome.status, "FAILED"))
 
     def _tell(self) -> None:
         if lines := self._job.new_lines():
             self._logger.info("\n".join(lines))
         if points := self._job.new_progress():
             self._prefect(lambda: self._progress(points[-1]))
-            self._curves(points)
+            self._points += points
+        self._feed_curves()
+
+    def _feed_curves(self) -> None:
+        if self._job.stage not in _CURVE_STAGES or time.monotonic() - self._began < _CURVE_AFTER_SECONDS:
+            return
+        if self._curves is None:
+            self._curves = Curves(self._job.stage, self._job.key)
+            self._curves.start()
+        if self._points:
+            self._curves.add(self._points)
+            self._points = []
+        if self._curves.error is not None:
+            self._mute("MLflow", self._curves.error)
+
+    def _end_curves(self, status: str) -> None:
+        if self._curves is None:
+            return
+        curves, self._curves = self._curves, None
+        curves.finish(status)
+        if curves.error is not None:
+            self._mute("MLflow", curves.error)
 
     def _prefect(self, tell: Any) -> None:
         import httpx
@@ -69,6 +97,8 @@ class Observer:
             self._mute("Prefect", error)
 
     def _mute(self, who: str, error: BaseException) -> None:
+        if who in self._muted:
+            return
         self._muted.add(who)
         first_line = next(iter(str(error).splitlines()), "")
         print(
@@ -99,36 +129,36 @@ class Observer:
             rows = [{"name": name, "value": value} for name, value in flatten(json.loads(results.read_bytes()))]
             create_table_artifact(rows, key=self._artifact_key("results"), description=f"{self._job.label}: {results}")
 
-    def _curves(self, points: list[dict[str, Any]]) -> None:
-        if self._job.stage not in _CURVE_STAGES or "MLflow" in self._muted:
-            return
-        try:
-            from mlflow.exceptions import MlflowException
-            from sqlalchemy.exc import SQLAlchemyError
 
-            from pipeline.tracking import LiveRun
-        except ImportError as error:
-            self._mute("MLflow", error)
-            return
-        try:
-            if self._live is None:
-                self._live = LiveRun(self._job.stage, self._job.key)
-            self._live.log(points)
-        except (MlflowException, SQLAlchemyError, OSError) as error:
-            self._mute("MLflow", error)
+class Curves(threading.Thread):
+    """Sends progress records to MLflow from a thread of its own: a slow or dead store can't hold up the job's watch."""
 
-    def _end_live(self, status: str) -> None:
-        if self._live is None:
-            return
-        from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import SQLAlchemyError
+    def __init__(self, stage: str, key: Sequence[str]) -> None:
+        super().__init__(name="curves to MLflow", daemon=True)
+        self._stage, self._key = stage, key
+        self._points: queue.SimpleQueue[list[dict[str, Any]] | str] = queue.SimpleQueue()
+        self.error: Exception | None = None
 
-        live, self._live = self._live, None
+    def add(self, points: list[dict[str, Any]]) -> None:
+        """Log these records soon."""
+        self._points.put(points)
+
+    def finish(self, status: str) -> None:
+        """Log what is left and end the run as ``status``; gives up after 20 seconds."""
+        if self.is_alive():
+            self._points.put(status)
+            self.join(_FINISH_SECONDS)
+
+    def run(self) -> None:
+        """Make the run and log until :meth:`finish`; stop at the first failure and keep it in ``error``."""
+        failures = tracking.failures()
         try:
-            live.finish(status)
-        except (MlflowException, SQLAlchemyError, OSError) as error:
-            if "MLflow" not in self._muted:
-                self._mute("MLflow", error)
+            live = tracking.LiveRun(self._stage, self._key)
+            while not isinstance(item := self._points.get(), str):
+                live.log(item)
+            live.finish(item)
+        except failures as error:
+            self.error = error
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

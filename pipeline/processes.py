@@ -112,26 +112,36 @@ def _children() -> set[int]:
 
 
 def supervise(
-    command: Sequence[str], stop_signal: signal.Signals, grace_seconds: float, pass_fds: Iterable[int] = ()
+    command: Sequence[str],
+    stop_signal: signal.Signals,
+    grace_seconds: float,
+    report_seconds: float = 0.0,
+    pass_fds: Iterable[int] = (),
 ) -> int:
     """Run ``command`` to its end and return its exit status (128 + N for signal N).
 
-    ^C, SIGTERM and SIGHUP reach it as one ``stop_signal``. After ``grace_seconds``, or at a second stop that comes
-    3 seconds later or more, its group is killed. Whatever it leaves behind is stopped before this returns; if this
-    process is killed, the child gets ``stop_signal``.
+    ^C, SIGTERM and SIGHUP reach it as one ``stop_signal``. Its group is killed after ``grace_seconds`` to stop and
+    ``report_seconds`` to tell others, or at a second stop that comes 3 seconds after the first or later. Whatever it
+    leaves behind is stopped before this returns; if this process is killed, the child gets ``stop_signal``.
     """
     adopt_orphans()
     die_with_parent(signal.SIGTERM)
     stops: list[float] = []
     child: subprocess.Popen[bytes] | None = None
 
+    def ask(child: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, stop_signal)
+        signal.alarm(max(1, round(grace_seconds + report_seconds)))
+
+    def impatient() -> bool:
+        return len(stops) > 1 and stops[-1] - stops[0] > _SECOND_STOP_SECONDS
+
     def on_stop(number: int, frame: FrameType | None) -> None:
         stops.append(time.monotonic())
-        if child is None:
-            return
-        if len(stops) == 1:
-            _ask(child, stop_signal, grace_seconds)
-        elif stops[-1] - stops[0] > _SECOND_STOP_SECONDS:
+        if child is not None and len(stops) == 1:
+            ask(child)
+        elif child is not None and impatient():
             signal_group(child, signal.SIGKILL)
 
     def on_alarm(number: int, frame: FrameType | None) -> None:
@@ -143,14 +153,8 @@ def supervise(
     signal.signal(signal.SIGALRM, on_alarm)
     child = start(command, stop_signal, pass_fds=pass_fds)
     if stops:  # it came while the child was being made
-        _ask(child, stop_signal, grace_seconds)
+        ask(child)
     code = child.wait()
     signal.alarm(0)
-    stop_children(grace_seconds)
+    stop_children(0.0 if impatient() else grace_seconds)
     return code if code >= 0 else 128 - code
-
-
-def _ask(child: subprocess.Popen[bytes], stop_signal: signal.Signals, grace_seconds: float) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child.pid, stop_signal)
-    signal.alarm(max(1, round(grace_seconds)))

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             if wanted := os.environ.get(SERVER_WANTED):
                 os.close(os.open(wanted, os.O_CREAT | os.O_WRONLY))
             command = [sys.executable, "-m", "pipeline.flow", *argv]
-            return processes.supervise(command, signal.SIGINT, grace + REPORT_SECONDS)
+            return processes.supervise(command, signal.SIGINT, grace, REPORT_SECONDS)
         with jobs.stage_lock(stage, key) as lock:
             return processes.supervise(jobs.command(stage, key), signal.SIGTERM, grace, pass_fds=[lock])
     except UserError as error:

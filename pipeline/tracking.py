@@ -56,10 +56,24 @@ def _store_lock() -> Iterator[None]:
         yield
 
 
-def _client() -> Any:
+def set_defaults() -> None:
+    """Set MLflow's environment where the user hasn't; do it before MLflow is imported."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # else it tells of each table it makes
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a store that can't be used raises."""
+    set_defaults()
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return (MlflowException, SQLAlchemyError, OSError)
+
+
+def _client() -> Any:
+    set_defaults()
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri=tracking_uri())

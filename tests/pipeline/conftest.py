@@ -1,6 +1,9 @@
 """A project of fake stages that runs the real orchestration, in real processes, against one real Prefect server."""
 
+import contextlib
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -122,11 +125,16 @@ def make_project(root: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture(scope="session")
+def prefect_server(prefect_home: Path) -> Iterator[str]:
     """The API's address of one server for all tests."""
     from pipeline import server
 
-    home = tmp_path_factory.mktemp("prefect")
+    home = prefect_home
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         for name in [name for name in os.environ if name.startswith("PREFECT")]:
@@ -140,6 +148,18 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield server.url_of(port)
 
 
+@pytest.fixture(scope="session")
+def prefect_database(prefect_server: str, prefect_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the server's database, whole although the server is using it."""
+    copy = tmp_path_factory.mktemp("database") / "prefect.db"
+    with (
+        contextlib.closing(sqlite3.connect(prefect_home / "prefect.db")) as source,
+        contextlib.closing(sqlite3.connect(copy)) as target,
+    ):
+        source.backup(target)
+    return copy
+
+
 @pytest.fixture
 def project(tmp_path: Path, prefect_server: str) -> Project:
     make_project(tmp_path)
@@ -151,3 +171,18 @@ def bare_project(tmp_path: Path) -> Project:
     """The same without a server."""
     make_project(tmp_path)
     return Project(tmp_path, None)
+
+
+@pytest.fixture(scope="session")
+def new_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty MLflow store, made once: its migrations take seconds."""
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    code = "from pipeline import tracking; tracking._client().search_experiments()"
+    env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{path}"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    return path
+
+
+@pytest.fixture
+def mlflow_database(new_mlflow_database: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(new_mlflow_database, tmp_path / "mlflow.db"))

@@ -1,0 +1,166 @@
+import fcntl
+import http.server
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def ask(api: str, path: str, **body: Any) -> Any:
+    request = urllib.request.Request(
+        f"{api}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
+
+
+def latest_run(api: str, label: str) -> dict[str, Any]:
+    """The newest flow run of that name; other tests use the same server."""
+    runs = ask(api, "/flow_runs/filter", flow_runs={"name": {"any_": [label]}}, sort="EXPECTED_START_TIME_DESC")
+    assert isinstance(runs[0], dict)
+    return runs[0]
+
+
+def test_a_stage_is_a_flow_run_with_logs_and_results(project: Any, prefect_server: str) -> None:
+    code, output = project.run("evaluate", "distill", "pair_1", "ok", FAKE_SECONDS="5")
+    assert code == 0
+    assert "a line for the log" in output
+    run = latest_run(prefect_server, "evaluate distill pair_1 ok")
+    assert run["state_type"] == "COMPLETED"
+    logs = ask(prefect_server, "/logs/filter", logs={"flow_run_id": {"any_": [run["id"]]}})
+    assert any("a line for the log" in log["message"] for log in logs)
+    artifacts = ask(prefect_server, "/artifacts/filter", artifacts={"flow_run_id": {"any_": [run["id"]]}})
+    found = {artifact["key"]: artifact for artifact in artifacts}
+    assert float(found["progress-evaluate-distill-pair-1-ok"]["data"]) == 100.0
+    rows = json.loads(found["results-evaluate-distill-pair-1-ok"]["data"])
+    assert rows == [{"name": "tokens_per_s", "value": 12.5}, {"name": "nested.n", "value": 3}]
+
+
+def test_a_killed_job_is_retried_once(project: Any) -> None:
+    code, _ = project.run("evaluate", "killed_once")
+    assert code == 0
+    assert project.attempts("evaluate", "killed_once") == 2
+
+
+@pytest.mark.parametrize(("how", "status", "said"), [
+    ("refused", 2, "error: the value is wrong."),
+    ("broken", 7, "error: evaluate broken failed with exit status 7; see its last lines above."),
+])  # fmt: skip
+def test_what_a_retry_cannot_help_is_not_retried(
+    project: Any, prefect_server: str, how: str, status: int, said: str
+) -> None:
+    code, output = project.run("evaluate", how)
+    assert code == status
+    assert project.attempts("evaluate", how) == 1
+    assert said in output
+    assert "Traceback" not in output
+    assert latest_run(prefect_server, f"evaluate {how}")["state_type"] == "FAILED"
+
+
+def test_out_of_attempts(project: Any) -> None:
+    (project.root / "pipeline" / "evaluate.py").write_text("import os; os.kill(os.getpid(), 9)")
+    code, output = project.run("evaluate", "x", ALAMBIQUE_JOB_RETRIES="2")
+    assert code == 128 + 9
+    assert "evaluate x was killed (signal 9; often the machine's memory was full) (attempt 3)" in output
+    assert "the next `make repro` resumes it" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_stage_saves_and_leaves_nothing(project: Any, prefect_server: str, number: signal.Signals) -> None:
+    process = project.start("evaluate", "sleep", FAKE_SECONDS=str(number))
+    project.started_pids()
+    time.sleep(3)  # let the flow begin
+    process.send_signal(number)
+    time.sleep(0.02)
+    process.send_signal(number)  # DVC's own SIGTERM arrives twice
+    assert process.wait(15) == 130
+    assert_nothing_left(project)
+    assert (project.root / "seen" / "saved").exists()
+    assert latest_run(prefect_server, "evaluate sleep")["state_type"] == "CRASHED"
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "flow", "job"])
+@pytest.mark.parametrize("how", ["sleep", "stubborn"])
+def test_any_killed_process_leaves_nothing(project: Any, victim: str, how: str) -> None:
+    process = project.start("evaluate", how, ALAMBIQUE_JOB_RETRIES="0")
+    job_pid, _ = project.started_pids()
+    flow_pid = parent_of(job_pid)
+    os.kill({"supervisor": process.pid, "flow": flow_pid, "job": job_pid}[victim], signal.SIGKILL)
+    assert process.wait(15) != 0
+    end = time.monotonic() + 10
+    while project.left_behind():
+        # A job that ignores SIGTERM outlives a killed supervisor by the time it has to stop.
+        assert time.monotonic() < end, project.left_behind()
+        time.sleep(0.1)
+    assert_nothing_left(project)
+    if victim != "job" and how == "sleep":
+        assert (project.root / "seen" / "saved").exists()
+
+
+def test_a_second_interrupt_ends_a_job_that_does_not_listen(project: Any) -> None:
+    process = project.start("evaluate", "stubborn", ALAMBIQUE_STOP_SECONDS="100")
+    project.started_pids()
+    process.send_signal(signal.SIGINT)
+    time.sleep(3.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) != 0
+    assert_nothing_left(project)
+
+
+def test_prefect_out_of_order_does_not_fail_the_job(project: Any) -> None:
+    class Broken(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path.endswith("/health") else 500)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        api = f"http://127.0.0.1:{server.server_address[1]}/api"
+        code, output = project.run("evaluate", "ok", PREFECT_API_URL=api)
+        server.shutdown()
+    assert code == 0
+    assert "Prefect can't record evaluate ok" in output
+    assert "the job is not affected." in output
+    assert project.attempts("evaluate", "ok") == 1
+
+
+def test_without_a_server_a_stage_brings_its_own(bare_project: Any, prefect_database: Path) -> None:
+    home = bare_project.root / ".prefect"
+    home.mkdir()
+    shutil.copy(prefect_database, home / "prefect.db")  # making a new one takes ten seconds
+    code, output = bare_project.run("evaluate", "ok")
+    assert code == 0
+    assert "Prefect" not in output
+    assert bare_project.left_behind() == []
+    with sqlite3.connect(home / "prefect.db") as database:
+        latest = "(select id from flow_run order by created desc limit 1)"
+        runs = database.execute(f"select name, state_type from flow_run where id = {latest}").fetchall()
+        logs = database.execute(f"select message from log where flow_run_id = {latest}").fetchall()
+    database.close()
+    assert runs == [("evaluate ok", "COMPLETED")]
+    assert any("a line for the log" in message for (message,) in logs)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def assert_nothing_left(project: Any) -> None:
+    assert project.left_behind() == []
+    for lock in (project.root / ".work").glob("*/*"):
+        if lock.parent.name in ("slots", "locks"):
+            with lock.open() as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,45 @@
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from pipeline import server
+
+
+def test_a_taken_port_is_replaced() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert server.free_port(port) not in (0, port)
+    assert server.free_port(port) == port
+
+
+def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_READY_SECONDS", 0.3)
+    url = server.url_of(server.free_port())
+    with pytest.raises(TimeoutError, match=f"no Prefect server answers at {url}"):
+        server.wait_until_ready(url)
+
+
+def test_defaults_yield_to_the_user_and_name_only_settings_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.settings import get_current_settings
+    from prefect.settings.models.root import Settings
+
+    for name in [name for name in os.environ if name.startswith("PREFECT")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "7")
+    server.set_defaults()
+    assert os.environ["PREFECT_HOME"] == str(tmp_path / ".prefect")
+    assert os.environ["PREFECT_CLIENT_MAX_RETRIES"] == "7"
+    known = set(get_current_settings().to_environment_variables(exclude_unset=False, include_aliases=True))
+    ours = {name for name in server._DEFAULTS if name.startswith("PREFECT_") and "LOGGERS" not in name}
+    assert ours - known == {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"}  # an entry of logging.yml, not a setting
+    settings = Settings()
+    assert settings.client.max_retries == 7
+    assert settings.server.analytics_enabled is False
