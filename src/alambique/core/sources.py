@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from httpx2 import HTTPError
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -139,7 +139,7 @@ def _fetch_hub(source: Source, hub_files: Sequence[str]) -> Path:
         raise UserError(f"{source.uri}: the repository has no such commit; copy one from its history.") from error
     except RepositoryNotFoundError as error:
         raise UserError(f"{source.uri} is not on the Hub, or private: check the name, or `hf auth login`.") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HTTPError, OSError) as error:
         raise UserError(
             f"{source.uri} is not complete on this machine and the Hub can't be reached ({type(error).__name__}): "
             "connect once to download it, or copy the hub cache from a machine that has it."
