@@ -1,4 +1,4 @@
-"""Lets the tests here import ``tiny_run``, which is a script as well."""
+"""Lets the tests here, and the processes that they start, import ``tiny_run``."""
 
 import sys
 from pathlib import Path

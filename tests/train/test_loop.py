@@ -1,26 +1,22 @@
 import json
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import time
 import types
-from collections.abc import Callable
-from dataclasses import astuple, replace
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_run
 import torch
-from tiny_run import CPU, NUM_ROWS, SEQ_LEN, VOCAB, make_config, make_rows, make_student, train
+from tiny_run import NUM_ROWS, SEQ_LEN, make_rows, make_student, train
 
 from alambique.core.errors import UserError
 from alambique.core.progress import PROGRESS_FILE
-from alambique.core.signal import TopKSignal
 from alambique.models.load import SplitModel
-from alambique.train.loop import distill
 from alambique.train.state import DistillResult, Interrupted
 
 
@@ -115,21 +111,20 @@ def test_a_run_that_lost_its_last_checkpoint_resumes_from_the_one_before(
 
 @pytest.mark.parametrize("log_every_steps", [1, 4])
 def test_a_loss_that_is_not_finite_stops_with_step_and_rows(tmp_path: Path, log_every_steps: int) -> None:
-    class Poisoned(tiny_run.RandomTeacher):
-        def read(self, rows: list[int]) -> TopKSignal:
-            signal = super().read(rows)
-            bad = torch.full_like(signal.logprobs_NK, torch.nan)
-            return replace(signal, logprobs_NK=bad) if rows == poisoned_rows else signal
+    student, calls = make_student(), iter(range(100))
+    hidden = student.hidden
 
-    rows = make_rows()
-    poisoned_rows = tiny_run.step_rows(step=2)
-    teacher: Any = Poisoned(rows)
-    config = make_config(log_every_steps=log_every_steps)
+    def overflowing(input_ids_BS: torch.Tensor, document_ids_BS: torch.Tensor) -> torch.Tensor:
+        factor = torch.inf if next(calls) == 5 else 1.0  # the second micro-batch of the third step
+        return hidden(input_ids_BS, document_ids_BS) * factor
+
+    student.hidden = overflowing  # type: ignore[method-assign]
+    rows = ", ".join(map(str, tiny_run.step_rows(step=2)))
     with pytest.raises(UserError) as error:
-        distill(make_student(), rows, teacher, config, vocab_size=VOCAB, scratch=tmp_path, device=CPU)
+        train(tmp_path, student, log_every_steps=log_every_steps)
     assert str(error.value) == (
         "step 3 has a loss of nan nats and a gradient norm of nan, on rows "
-        f"{', '.join(map(str, poisoned_rows))} of the prepared train split: "
+        f"{rows} of the prepared train split: "
         "lower distill.learning_rate, or look at those rows."
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
@@ -152,38 +147,53 @@ def test_dashboards_see_loss_rate_and_speed(tmp_path: Path, monkeypatch: pytest.
     assert shown[-1]["tokens_per_s"] > 0
 
 
-# ---- a real kill of a real process
+# ---- real kills of real processes
 
 
-def start(scratch: Path, out: Path, progress: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, PROGRESS_FILE: str(progress)}
-    return subprocess.Popen(
-        [sys.executable, tiny_run.__file__, str(scratch), str(out)], env=environment, stderr=subprocess.DEVNULL
-    )
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., BaseProcess]]:
+    """Start a run in a process of its own, forked from one that has imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tiny_run"])
+
+    def start(*paths: Path) -> BaseProcess:
+        process = context.Process(target=tiny_run.train_and_save, args=paths)
+        process.start()
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(tiny_run.__file__).parent))  # the server knows no other way to tiny_run
+        yield start
 
 
-def wait_for_step(progress: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    while process.poll() is None:
-        lines = progress.read_text().splitlines() if progress.exists() else []
-        if len(lines) >= step:
+def finish(process: BaseProcess) -> None:
+    process.join()
+    assert process.exitcode == 0
+
+
+def kill_after(process: BaseProcess, progress: Path, steps: int, extra_seconds: float) -> None:
+    """Kill the run once it has reported so many steps; anywhere in the next one, or while it saves a checkpoint."""
+    while process.is_alive():
+        if progress.exists() and progress.read_text().count("\n") >= steps:
+            time.sleep(extra_seconds)
+            process.kill()
+            process.join()
             return
         time.sleep(0.001)
-    raise AssertionError("the run ended before it could be killed")
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    chance = random.Random(time.time_ns())
-    assert start(tmp_path / "whole", tmp_path / "a", tmp_path / "p").wait() == 0
-    kills = 0
-    while (step := chance.randrange(1, 8)) and kills < 3:  # steps after the last checkpoint, of 30 in all
-        progress = tmp_path / f"p{kills}"
+def test_ten_kills_end_with_the_same_bytes(tmp_path: Path, start: Callable[..., BaseProcess]) -> None:
+    seed = time.time_ns()
+    print(f"kills drawn with seed {seed}")  # shown if the test fails
+    chance = random.Random(seed)
+    finish(start(tmp_path / "whole", tmp_path / "a", tmp_path / "p"))
+    for kill in range(10):
+        progress = tmp_path / f"p{kill}"
         process = start(tmp_path / "cut", tmp_path / "b", progress)
-        wait_for_step(progress, step, process)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        kills += 1
-    assert start(tmp_path / "cut", tmp_path / "b", tmp_path / "q").wait() == 0
+        kill_after(process, progress, chance.randrange(1, 4), chance.uniform(0, 0.05))
+        assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed"
+    finish(start(tmp_path / "cut", tmp_path / "b", tmp_path / "q"))
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert {"curve.json", "model.safetensors"} <= set(files)
     for name in files:

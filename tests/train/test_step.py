@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 import torch
-from alambique.losses.config import LossConfig
 from tiny_run import CPU, VOCAB, RandomTeacher, make_config, make_rows, make_student
 from torch import Tensor
 
 from alambique.core.errors import UserError
 from alambique.data.dataset import PackedRows
+from alambique.losses.config import LossConfig
 from alambique.models.load import SplitModel
 from alambique.train.data import StepRows, read_step
 from alambique.train.state import Meters, Run

@@ -1,10 +1,7 @@
-"""A training run small enough for tests: a two-layer Llama, random rows, and a teacher that says random things.
-
-As a script it trains in a process of its own, which a test can kill: ``tiny_run.py SCRATCH OUT``.
-"""
+"""A training run small enough for tests: a two-layer Llama, random rows, and a teacher that says random things."""
 
 import json
-import sys
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from alambique.core.progress import PROGRESS_FILE
 from alambique.core.signal import TopKSignal
 from alambique.data.dataset import PackedRows
 from alambique.models.load import SplitModel
@@ -82,7 +80,9 @@ def train(scratch: Path, student: SplitModel | None = None, **changes: Any) -> t
     return student, result
 
 
-if __name__ == "__main__":
-    trained, measured = train(Path(sys.argv[1]), epochs=10)
-    trained.model.save_pretrained(sys.argv[2])
-    Path(sys.argv[2], "curve.json").write_text(json.dumps([asdict(point) for point in measured.curve]))
+def train_and_save(scratch: Path, out: Path, progress: Path) -> None:
+    """A longer run, 60 steps with a checkpoint after each, for a process of its own."""
+    os.environ[PROGRESS_FILE] = str(progress)
+    student, result = train(scratch, epochs=20)
+    student.model.save_pretrained(out)
+    (out / "curve.json").write_text(json.dumps([asdict(point) for point in result.curve]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alambique.core.errors import UserError
 from alambique.losses.config import LossConfig
-from alambique.losses.objective import distillation_loss
+from alambique.losses.distillation import distillation_loss
 from alambique.models.load import SplitModel
 from alambique.train.config import DistillConfig
 from alambique.train.data import MicroBatch, StepRows
@@ -106,7 +106,8 @@ def _micro_step(setup: Setup, micro: MicroBatch, denominator: int) -> Tensor:
             config=setup.loss,
             impl=setup.config.impl,
         )
-        output.loss.backward()
+        torch.autograd.backward(output.loss)
+    assert output.ce is not None  # labels were given
     return torch.stack([output.loss.detach(), output.kd, output.ce])
 
 

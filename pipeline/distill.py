@@ -1,0 +1,183 @@
+"""Stage distill@PAIR: trains the student against its teacher's cache, and ships it as a model folder."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from alambique.cache.reader import TeacherCache
+from alambique.core.errors import UserError
+from alambique.core.files import (
+    MANIFEST,
+    read_manifest,
+    require_free_space,
+    sha256_file,
+    sha256_json,
+    write_bytes,
+    write_json,
+)
+from alambique.core.measure import default_device, device_name, versions
+from alambique.core.params import Config, Params, validate
+from alambique.core.places import work_dir
+from alambique.data.dataset import PreparedData
+from alambique.models.load import SplitModel, load_model, load_tokenizer
+from alambique.train.config import DistillConfig
+from alambique.train.export import export_model, model_card
+from alambique.train.loop import distill
+from alambique.train.state import CurvePoint, DistillResult, Interrupted
+from pipeline.job import code_of, fingerprint, job_main
+
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: a checkpoint is saved, run the same command again
+
+
+class Settings(Config):
+    """What decides this stage's result."""
+
+    teacher: str
+    distill: DistillConfig
+
+
+def settings(params: Params, pair: str) -> Settings:
+    """Read the stage's sections of params.yaml."""
+    values = {
+        "teacher": params.get(f"pairs.{pair}.teacher"),
+        "distill": params.section(DistillConfig, "distill", f"pairs.{pair}.distill"),
+    }
+    return validate(Settings, values, f"{params.source}: pairs.{pair}")
+
+
+def run(pair: str) -> None:
+    """Write artifacts/distill/PAIR and results/distill/PAIR.json and PAIR_curve.csv.
+
+    SIGTERM saves a checkpoint and exits with status 75; the same command then continues from it.
+    """
+    resolved = settings(Params.load(), pair)
+    inputs = Inputs.open(resolved.teacher, pair)
+    out = Path(f"artifacts/distill/{pair}")
+    require_free_space(out.parent, inputs.student_bytes, f"the distilled {pair}")
+    config, device = resolved.distill, default_device()
+    scratch = work_dir() / "distill" / fingerprint("distill", resolved, *inputs.manifests)
+    tokenizer = load_tokenizer(inputs.student)
+    student = SplitModel(load_model(inputs.student, dtype="float32", device=device, attention=config.attention))
+    student.check()
+    with _stop_on_sigterm() as stop:
+        try:
+            result = distill(
+                student,
+                inputs.data.train,
+                inputs.cache,
+                config,
+                vocab_size=inputs.vocab_size,
+                scratch=scratch,
+                device=device,
+                stop=stop.is_set,
+            )
+        except Interrupted as interrupted:
+            print(interrupted, file=sys.stderr)
+            raise SystemExit(EXIT_RESUMABLE) from interrupted
+        lineage = inputs.lineage()
+        facts = {
+            "created_by": "alambique distill",
+            "config": config.model_dump(mode="json"),
+            "lineage": lineage,
+            "tokenizer_sha256": inputs.student_manifest["tokenizer_sha256"],
+            "vocab_size": inputs.vocab_size,
+            "versions": versions(),
+            "device": device_name(device),
+        }
+        export_model(student.model, tokenizer, out, config.precision, model_card(pair, result, config, lineage), facts)
+        _write_results(pair, result, device_name(device))
+        shutil.rmtree(scratch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the earlier stages made, known to belong together."""
+
+    data: PreparedData
+    cache: TeacherCache
+    student: Path
+    student_manifest: dict[str, Any]
+    manifests: tuple[Path, ...]
+
+    @classmethod
+    def open(cls, teacher: str, pair: str) -> "Inputs":
+        """Open the three folders.
+
+        Raises:
+            UserError: one is missing or damaged, the cache holds other rows, or the vocabularies differ.
+        """
+        prepared, captured = Path(f"artifacts/prepare/{teacher}"), Path(f"artifacts/teacher/{teacher}")
+        student = Path(f"artifacts/student/{pair}")
+        data, cache = PreparedData.open(prepared), TeacherCache.open(captured)
+        cache.require(data.train.row_hashes(), data.manifest["tokenizer_sha256"])
+        manifest = read_manifest(student, f"Run the student stage again (`dvc repro --force student@{pair}`).")
+        if manifest["vocab_size"] != cache.vocab_size:
+            raise UserError(
+                f"{student} shares {manifest['vocab_size']:,} token ids with its teacher, but {captured} was captured "
+                f"over {cache.vocab_size:,}: run the student stage again (`dvc repro --force student@{pair}`)."
+            )
+        manifests = tuple(folder / MANIFEST for folder in (prepared, captured, student))
+        return cls(data, cache, student, manifest, manifests)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that mean the same token to teacher and student; the student stage compared them by content."""
+        return self.cache.vocab_size
+
+    @property
+    def student_bytes(self) -> int:
+        """Size of the student's weights, which the trained ones won't exceed by more than fp32 over bf16."""
+        return 2 * int(self.student_manifest["bytes"])
+
+    def lineage(self) -> dict[str, str]:
+        """Where the result comes from: sources by URI, folders by the hash of their manifest, code by its hash."""
+        prepared, captured, student = (sha256_file(path) for path in self.manifests)
+        return {
+            "student before training": _sources(self.student_manifest),
+            "corpus": _sources(self.data.manifest),
+            "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, top {self.cache.top_k}",
+            "prepared data (sha256 of manifest)": prepared,
+            "teacher's cache (sha256 of manifest)": captured,
+            "student (sha256 of manifest)": student,
+            "code (sha256)": sha256_json({str(path): sha256_file(path) for path in code_of("distill")}),
+        }
+
+
+def _sources(manifest: dict[str, Any]) -> str:
+    return ", ".join(f"`{source['uri']}` (sha256 {source['sha256']})" for source in manifest["sources"])
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets; repeated signals change nothing, the supervisor knows when to kill."""
+    stop = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _write_results(pair: str, result: DistillResult, device: str) -> None:
+    """The numbers of the run as JSON, and its curve as CSV, in which nothing depends on the clock."""
+    measured = {key: value for key, value in dataclasses.asdict(result).items() if key != "curve"}
+    first, last = result.curve[0], result.curve[-1]
+    losses = {"loss_nats": {"first": first.loss_nats, "last": last.loss_nats}}
+    write_json(Path(f"results/distill/{pair}.json"), {**measured, **losses, "device": device})
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow([field.name for field in dataclasses.fields(CurvePoint)])
+    table.writerows(dataclasses.astuple(point) for point in result.curve)
+    write_bytes(Path(f"results/distill/{pair}_curve.csv"), text.getvalue().encode())
+
+
+if __name__ == "__main__":
+    sys.exit(job_main(run))
