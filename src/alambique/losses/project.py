@@ -36,12 +36,7 @@ class Head:
 
     def logits(self, hidden_CD: Tensor, z_CV: Tensor, tanh_CV: Tensor | None) -> None:
         """Fill ``z_CV``; ``tanh_CV``, needed with a soft-cap, keeps what ``pull_back`` wants."""
-        if not self.low_precision:
-            torch.mm(hidden_CD, self.weight_VD.t(), out=z_CV)
-        elif z_CV.is_cuda:
-            torch.mm(hidden_CD, self.weight_VD.t(), torch.float32, out=z_CV)
-        else:
-            self._upcast_logits(hidden_CD, z_CV)
+        self.products(hidden_CD, z_CV)
         if self.bias_V is not None:
             z_CV.add_(self.bias_V)
         cap, scale = self.config.logit_softcap, self.config.logit_scale
@@ -51,6 +46,15 @@ class Head:
         elif scale != 1:
             z_CV.mul_(scale)
         z_CV[:, self.vocab_size :].fill_(FLOOR)
+
+    def products(self, hidden_CD: Tensor, z_CV: Tensor) -> None:
+        """Fill ``z_CV`` with the bare products of hidden states and head."""
+        if not self.low_precision:
+            torch.mm(hidden_CD, self.weight_VD.t(), out=z_CV)
+        elif z_CV.is_cuda:
+            torch.mm(hidden_CD, self.weight_VD.t(), torch.float32, out=z_CV)
+        else:
+            self._upcast_logits(hidden_CD, z_CV)
 
     def pull_back(self, dz_CV: Tensor, tanh_CV: Tensor | None) -> None:
         """Turn the gradient of capped logits into that of raw ones; the scale is in the rows' factor already."""
@@ -83,10 +87,10 @@ class Gradients:
     fresh: bool = True  # whether weight_VD holds nothing yet, so that the first chunk overwrites it
 
     def add(self, head: Head, hidden_CD: Tensor, dz_CV: Tensor, start: int) -> None:
-        """Add a chunk whose first row is ``start``; ``dz_CV`` is in the compute dtype, and is destroyed."""
+        """Add a chunk whose first row is ``start``; ``dz_CV`` (rounded to the operands or not) is destroyed."""
         if self.bias_V is not None:
-            self.bias_V[: head.columns] += dz_CV.sum(0)
-        if head.low_precision:
+            self.bias_V[: head.columns] += dz_CV.sum(0, dtype=self.bias_V.dtype)
+        if head.low_precision and dz_CV.dtype != hidden_CD.dtype:
             dz_CV = halve_in_place(dz_CV, hidden_CD.dtype)
         if self.hidden_ND is not None:
             torch.mm(dz_CV, head.weight_VD, out=self.hidden_ND[start : start + hidden_CD.shape[0]])
