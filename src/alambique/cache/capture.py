@@ -54,13 +54,29 @@ class CaptureConfig(Config):
     logits_mib: int = Field(256, ge=1)  # assumption: 1,000 tokens at V = 128,256 keep the head's GEMM compute-bound
     shard_mib: float = Field(256, gt=0)  # source: DVC handles files of 256 MB to 1 GB best; see docs/cache-format.md
 
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Refuse to keep more entries than there are tokens."""
+        if self.top_k > vocab_size:
+            raise UserError(
+                f"teacher.top_k = {self.top_k} is larger than the vocabulary of {vocab_size} tokens: choose at most "
+                f"{vocab_size}."
+            )
+
 
 class Rows(Protocol):
     """Packed rows, as the prepare stage makes them, on the CPU."""
 
-    input_ids_RS: Tensor
-    document_ids_RS: Tensor
-    loss_mask_RS: Tensor
+    @property
+    def input_ids_RS(self) -> Tensor:
+        """int32 token ids."""
+
+    @property
+    def document_ids_RS(self) -> Tensor:
+        """int32 document numbers, -1 on padding."""
+
+    @property
+    def loss_mask_RS(self) -> Tensor:
+        """bool, True where the next token is a target."""
 
     def row_hashes(self) -> list[str]:
         """Hex sha256 of each row's content."""
@@ -342,11 +358,7 @@ class _Job:
 
 def _refuse(rows: Rows, teacher: Teacher, config: CaptureConfig, vocab_size: int) -> None:
     """Settings that can't work, each in one sentence, before anything runs."""
-    if config.top_k > vocab_size:
-        raise UserError(
-            f"teacher.top_k = {config.top_k} is larger than the vocabulary of {vocab_size} tokens: choose at most "
-            f"{vocab_size}."
-        )
+    config.require_vocabulary(vocab_size)
     if vocab_size > (head_rows := teacher.head_weight_VD.shape[0]):
         raise UserError(
             f"the tokenizer has {vocab_size} tokens, but the teacher's output head only {head_rows} rows: use the "

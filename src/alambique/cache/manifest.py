@@ -42,6 +42,14 @@ class TailMass(Config):
     quantiles: dict[str, float]
 
 
+class Engine(Config):
+    """What ran the teacher: everything that can change its numbers, or the bytes."""
+
+    device: str
+    logits_dtype: str
+    versions: dict[str, str]
+
+
 class Manifest(Config):
     """The fields that this version of the format has; docs/cache-format.md explains each."""
 
@@ -58,7 +66,7 @@ class Manifest(Config):
     rows_sha256: str = Field(pattern=SHA256)
     tail_mass: TailMass
     identity: dict[str, Any]
-    engine: dict[str, Any]
+    engine: Engine
     shards: list[ShardEntry] = Field(min_length=1)
     files: dict[str, FileEntry]
 
