@@ -48,14 +48,6 @@ def tracking_uri() -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{main_checkout().resolve() / 'mlflow.db'}"
 
 
-@contextlib.contextmanager
-def _store_lock() -> Iterator[None]:
-    """One writer at a time: four that meet on a new database break each other's migrations."""
-    with (main_checkout() / ".mlflow.lock").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # closing the file frees it
-        yield
-
-
 def set_defaults() -> None:
     """Set MLflow's environment where the user hasn't; do it before MLflow is imported."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -72,15 +64,22 @@ def failures() -> tuple[type[Exception], ...]:
     return (MlflowException, SQLAlchemyError, OSError)
 
 
-def _client() -> Any:
+@contextlib.contextmanager
+def _store() -> Iterator[Any]:
+    """A client, and the store for this process alone while the block lasts.
+
+    A client's first act is to make or check the tables: four that meet on a new database break each other's migrations.
+    """
     set_defaults()
     from mlflow import MlflowClient
 
-    return MlflowClient(tracking_uri=tracking_uri())
+    with (main_checkout() / ".mlflow.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # closing the file frees it
+        yield MlflowClient(tracking_uri=tracking_uri())
 
 
 def _experiment_id(client: Any, name: str) -> str:
-    """Find or make an experiment; hold the store's lock."""
+    """Find or make an experiment."""
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
@@ -172,11 +171,10 @@ def record_pair(
     ``params`` is flat, by dotted name; ``metrics`` are named ``teacher/…``, ``distill/…``, ``eval/…``. Tags for the
     pair, the fingerprint, Git and a DVC experiment are added here. A row left incomplete by a kill is completed.
     """
-    client = _client()
     all_tags = {"pair": pair, **git_state(), **tags}
     if experiment := os.environ.get("DVC_EXP_NAME"):
         all_tags["dvc_exp"] = experiment
-    with _store_lock():
+    with _store() as client:
         experiment_id = _experiment_id(client, PAIRS)
         query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
         found = client.search_runs([experiment_id], query, max_results=1)
@@ -234,24 +232,28 @@ def _dataset_input(dataset: Dataset) -> Any:
 
 def run_link(run_id: str) -> str:
     """Address of one run's page while `make ui` runs."""
-    experiment_id = _client().get_run(run_id).info.experiment_id
+    experiment_id = _experiment_of(run_id)
     return f"{UI_ADDRESS}/#/experiments/{experiment_id}/runs/{run_id}"
 
 
 def compare_link(run_ids: Sequence[str]) -> str:
     """Address of the page that compares runs of one experiment while `make ui` runs."""
-    experiment_id = _client().get_run(run_ids[0]).info.experiment_id
+    experiment_id = _experiment_of(run_ids[0])
     runs, experiments = (quote(json.dumps(ids, separators=(",", ":"))) for ids in (list(run_ids), [experiment_id]))
     return f"{UI_ADDRESS}/#/compare-runs?runs={runs}&experiments={experiments}"
+
+
+def _experiment_of(run_id: str) -> str:
+    with _store() as client:
+        return str(client.get_run(run_id).info.experiment_id)
 
 
 class LiveRun:
     """One run in experiment *jobs* while a job runs: its curves, and the machine's load every ten seconds."""
 
     def __init__(self, stage: str, key: Sequence[str]) -> None:
-        self._client = _client()
         tags = {"stage": stage, "key": " ".join(key), **git_state()}
-        with _store_lock():
+        with _store() as self._client:
             experiment_id = _experiment_id(self._client, JOBS)
             run = self._client.create_run(experiment_id, run_name="-".join([stage, *key]), tags=tags)
         self.run_id = str(run.info.run_id)

@@ -177,9 +177,9 @@ def bare_project(tmp_path: Path) -> Project:
 def new_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow store, made once: its migrations take seconds."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    code = "from pipeline import tracking; tracking._client().search_experiments()"
-    env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{path}"}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True)
+    code = "from pipeline import tracking\nwith tracking._store() as client: client.search_experiments()"
+    env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{path}", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=path.parent, env=env, check=True)
     return path
 
 

@@ -52,7 +52,7 @@ def test_curves_go_to_mlflow(
     database.close()
     assert (name, status) == ("distill-pair", "FINISHED")
     assert points == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
-    assert capsys.readouterr().err == ""
+    assert "MLflow" not in capsys.readouterr().err
 
 
 def test_a_store_that_cannot_be_used_is_said_once(
