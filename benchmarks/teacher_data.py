@@ -1,0 +1,76 @@
+"""Real text and a real teacher for the cache's cases: what params.yaml names first, or tiny stand-ins for --quick.
+
+Dimensions: R rows, S positions, N tokens, D hidden size, V vocabulary.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from alambique.core.params import Params
+from alambique.core.sources import fetch
+from alambique.data.dataset import PackedRows, PreparedData
+from alambique.data.prepare import prepare
+from alambique.models.fetch import fetch_model
+from alambique.models.load import DtypeName, SplitModel, load_model, load_tokenizer, tokenizer_sha256, vocab_size
+from pipeline import prepare as prepare_stage
+
+_QUICK_VOCAB = 300
+
+
+def load_teacher(dtype: DtypeName, device: torch.device, quick: bool) -> SplitModel:
+    """The first teacher of params.yaml, or a random Llama of two layers."""
+    if quick:
+        shape = LlamaConfig(
+            vocab_size=_QUICK_VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        )
+        return SplitModel(LlamaForCausalLM(shape).to(device, getattr(torch, dtype)).eval())
+    params = Params.load()
+    source = fetch_model(params.get(f"teachers.{params.keys('teachers')[0]}.model"))
+    return SplitModel(load_model(source.path, dtype=dtype, device=device))
+
+
+def load_rows(num_rows: int, quick: bool) -> PackedRows:
+    """Packed rows of the corpora in params.yaml, made by the prepare stage's own code; or random ids."""
+    if quick:
+        ids_RS = torch.randint(0, _QUICK_VOCAB, (num_rows, 32), dtype=torch.int32)
+        return PackedRows(ids_RS, torch.zeros_like(ids_RS), torch.ones_like(ids_RS, dtype=torch.bool))
+    params = Params.load()
+    settings = prepare_stage.settings(params, params.keys("teachers")[0])
+    config = settings.prepare.model_copy(update={"train_rows": num_rows, "valid_rows": 1})
+    tokenizer = load_tokenizer(fetch_model(settings.model).path)
+    facts = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "vocab_size": vocab_size(tokenizer)}
+    with tempfile.TemporaryDirectory() as folder:
+        corpora = [(corpus, fetch(corpus.uri)) for corpus in config.corpora]
+        prepare(corpora, tokenizer, config, Path(folder) / "data", facts)
+        return PreparedData.open(Path(folder) / "data").train
+
+
+@torch.inference_mode()
+def hidden_states(teacher: SplitModel, rows: PackedRows, batch_rows: int) -> Tensor:
+    """Hidden states of the captured positions, [N, D], where the teacher is."""
+    device = teacher.head_weight_VD.device
+    parts = []
+    for start in range(0, rows.num_rows, batch_rows):
+        batch = slice(start, start + batch_rows)
+        hidden_BSD = teacher.hidden(rows.input_ids_RS[batch].to(device), rows.document_ids_RS[batch].to(device))
+        parts.append(hidden_BSD[rows.loss_mask_RS[batch].to(device)])
+    return torch.cat(parts)
+
+
+def widen(head_weight_VD: Tensor, vocab: int) -> Tensor:
+    """A head of ``vocab`` rows, [vocab, D]: those given and noisy copies of them, permuted.
+
+    Stands in for a larger vocabulary's frequencies. The numbering says nothing about them, where a real tokenizer's
+    says much, so ids compress worse than real ones would.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight_VD = head_weight_VD.detach().float().cpu()
+    source_X = torch.randint(0, len(weight_VD), (vocab - len(weight_VD),), generator=generator)
+    noise_XD = torch.randn(len(source_X), weight_VD.shape[1], generator=generator) * (0.5 * weight_VD.std())
+    wide_VD = torch.cat([weight_VD, weight_VD[source_X] + noise_XD])
+    order_V = torch.randperm(vocab, generator=generator)
+    return wide_VD[order_V].to(head_weight_VD)
