@@ -4,16 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from alambique.cache.reader import TeacherCache
     from alambique.core.signal import DenseSignal, TopKSignal
     from alambique.losses.config import LossConfig
     from alambique.losses.distillation import LossOutput, distillation_loss
 
-__all__ = ["DenseSignal", "LossConfig", "LossOutput", "TopKSignal", "distillation_loss"]
+__all__ = ["DenseSignal", "LossConfig", "LossOutput", "TeacherCache", "TopKSignal", "distillation_loss"]
 
 # Imported when first used: whoever imports a part of the package runs this file, and must neither wait for torch (the
 # orchestration, two seconds in each of three processes per stage) nor come to depend on the losses (law 2).
 _HOMES = {
     "DenseSignal": "alambique.core.signal",
+    "TeacherCache": "alambique.cache.reader",
     "TopKSignal": "alambique.core.signal",
     "LossConfig": "alambique.losses.config",
     "LossOutput": "alambique.losses.distillation",

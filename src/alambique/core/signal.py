@@ -1,9 +1,9 @@
-"""What a teacher says about the next token, in the two forms that every loss accepts.
+"""What a teacher says about the next token, in the forms that every loss accepts.
 
 Dimension letters: N tokens, K kept entries, V vocabulary; leading batch dimensions may stand in for N.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,4 +67,32 @@ class DenseSignal:
         return DenseSignal(self.logprobs_NV.reshape(-1, self.logprobs_NV.shape[-1]))
 
 
-Signal = TopKSignal | DenseSignal
+@dataclass(frozen=True)
+class StatesSignal:
+    """A live teacher as hidden states and head, so that its logits too are only ever built chunk by chunk.
+
+    Attributes:
+        hidden_ND: the teacher's hidden states after the final norm, D of the teacher; nothing flows back to it.
+        head_weight_VD: its head.
+        head_bias_V: its bias, or None.
+        logit_softcap: c in c·tanh(logits/c), or None.
+        logit_scale: factor on the logits before the soft-cap.
+    """
+
+    hidden_ND: Tensor
+    head_weight_VD: Tensor
+    head_bias_V: Tensor | None = None
+    logit_softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def __getitem__(self, index: Tensor | slice) -> "StatesSignal":
+        """Select tokens (index, mask or slice over the leading dimension)."""
+        return replace(self, hidden_ND=self.hidden_ND[index])
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the leading dimension."""
+        return self.hidden_ND.shape[0]
+
+
+Signal = TopKSignal | DenseSignal | StatesSignal

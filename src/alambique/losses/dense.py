@@ -6,8 +6,10 @@ Dimension letters: N tokens, V vocabulary (padding cut off), K kept entries, D h
 import torch
 from torch import Tensor
 
-from alambique.core.signal import DenseSignal, TopKSignal
+from alambique.core.errors import UserError
+from alambique.core.signal import TopKSignal
 from alambique.losses import divergence
+from alambique.losses.chunked import teacher_logprobs
 from alambique.losses.config import LossConfig
 from alambique.losses.objective import FLOOR, Rows
 from alambique.losses.targets import Kept, kept_entries, temper
@@ -15,7 +17,13 @@ from alambique.losses.task import Task
 
 
 def run(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> tuple[Tensor, Tensor]:
-    """Return the differentiable loss and the weighted sums of ``Rows``."""
+    """Return the differentiable loss and the weighted sums of ``Rows``.
+
+    Raises:
+        UserError: the head's gradient was to go into a buffer.
+    """
+    if task.weight_grad_VD is not None:
+        raise UserError("loss: impl dense can't fill weight_grad_VD: choose impl fused, or leave the buffer out.")
     config, labels_N = task.config, task.labels_N
     z_NV = logits(hidden_ND, weight_VD, bias_V, task)
     plain_NV = torch.log_softmax(z_NV, 1)
@@ -23,7 +31,7 @@ def run(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task)
     if isinstance(task.signal, TopKSignal):
         kd_N, mass_N, entropy_N = _sparse(plain_NV, log_q_NV, task.signal, task)
     else:
-        kd_N, mass_N, entropy_N = _dense(log_q_NV, task.signal, config)
+        kd_N, mass_N, entropy_N = _dense(log_q_NV, teacher_logprobs(task.signal, log_q_NV, task), config)
     ce_N = -plain_NV.gather(1, labels_N[:, None]).squeeze(1) if labels_N is not None else torch.zeros_like(kd_N)
     square_N = z_NV.logsumexp(1).square() if config.z_loss else torch.zeros_like(kd_N)
     totals = Rows(kd_N, ce_N, square_N, mass_N, entropy_N).totals(task.scale_N)
@@ -43,9 +51,7 @@ def logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Ta
     return z_NV
 
 
-def _dense(log_q_NV: Tensor, signal: DenseSignal, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
-    log_p_NV = signal.logprobs_NV[:, : log_q_NV.shape[1]].to(log_q_NV.dtype)
-    log_p_NV = torch.log_softmax(log_p_NV / config.temperature, 1)
+def _dense(log_q_NV: Tensor, log_p_NV: Tensor, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
     kd_N = divergence.load(config.divergence).term(log_p_NV, log_q_NV, config.beta).sum(1)
     return kd_N, torch.ones_like(kd_N), -(log_q_NV.exp() * log_q_NV).sum(1)
 
@@ -54,9 +60,9 @@ def _sparse(plain_NV: Tensor, log_q_NV: Tensor, signal: TopKSignal, task: Task) 
     config = task.config
     found = divergence.load(config.divergence)
     kept = kept_entries(signal, task.labels_N, config.tail, task.vocab_size, plain_NV.dtype)
-    inside_NV = torch.zeros_like(plain_NV, dtype=torch.bool).scatter_(
-        1, kept.ids_CK, kept.filled_CK.any(1, keepdim=True).expand_as(kept.ids_CK)
-    )
+    rows_N, slots_N = kept.filled_CK.nonzero(as_tuple=True)
+    inside_NV = torch.zeros_like(plain_NV, dtype=torch.bool)
+    inside_NV[rows_N, kept.ids_CK[rows_N, slots_N]] = True
     log_t_N = log_q_NV.masked_fill(inside_NV, FLOOR).logsumexp(1)
     log_shape_N = None
     if config.temperature != 1:

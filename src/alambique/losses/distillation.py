@@ -3,6 +3,7 @@
 Dimension letters: N tokens, D hidden size, V rows of the head, K kept entries.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from alambique.core.errors import UserError, did_you_mean
-from alambique.core.signal import Signal
-from alambique.losses import dense, fused
+from alambique.core.signal import Signal, TopKSignal
+from alambique.losses import chunked, dense, forward_chunked, fused, tiled
 from alambique.losses.config import LossConfig
 from alambique.losses.task import Task, build
 
@@ -21,8 +22,15 @@ _log = logging.getLogger(__name__)
 
 # A path takes (hidden_ND, head_weight_VD, head_bias_V, task) and returns (differentiable loss, sums of Rows).
 Path = Callable[[Tensor, Tensor, Tensor | None, Task], tuple[Tensor, Tensor]]
-PATHS: dict[str, Path] = {"dense": dense.run, "fused": fused.run_fused}
+PATHS: dict[str, Path] = {
+    "dense": dense.run,
+    "forward_chunked": forward_chunked.run,
+    "recompute": fused.run_recompute,
+    "fused": fused.run_fused,
+    "tiled": tiled.run,
+}
 DEFAULT_CONFIG = LossConfig()
+_FEWEST_TOKENS = 64  # assumption: below this many tokens per chunk, tiles reach more of a device's speed
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,11 @@ def distillation_loss(
         denominator: what the weighted sum is divided by, for accumulation over micro-batches or ranks; Σ weights by
             default. Prefer it to scaling the loss, which rounds low-precision gradients twice.
         config: the objective.
-        impl: ``dense`` (the definition), ``fused``, or ``auto``.
-        weight_grad_VD: a buffer shaped like the head, to which the head's gradient is added during this call, as for
-            a loss whose gradient is 1; autograd then gets none for the head.
+        impl: ``dense`` (the definition), ``forward_chunked``, ``recompute``, ``fused``, ``tiled``, or ``auto``, which
+            logs its choice.
+        weight_grad_VD: a buffer shaped like the head, such as its ``grad``, to which the head's gradient is added;
+            autograd then gets none for the head. ``fused`` adds it during this call, as for a loss that is not scaled
+            afterwards; the others in the backward pass; ``dense`` refuses.
 
     Raises:
         UserError: an unknown ``impl``, or an option that it or these inputs can't serve.
@@ -86,8 +96,8 @@ def distillation_loss(
         kept_ND, task = build(
             hidden_ND, head_weight_VD, signal, labels_N, weights_N, vocab_size, denominator, config, weight_grad_VD
         )
-        path = PATHS["fused" if impl == "auto" else impl]
-        loss, totals = path(kept_ND, head_weight_VD, head_bias_V, task)
+        path = choose(kept_ND, head_weight_VD, task) if impl == "auto" else impl
+        loss, totals = PATHS[path](kept_ND, head_weight_VD, head_bias_V, task)
     kd, ce, _, mass, entropy = totals.unbind()
     return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy)
 
@@ -95,3 +105,20 @@ def distillation_loss(
 def _own_precision(device_type: str) -> AbstractContextManager[object]:
     """No autocast: precision is decided here, not by the caller's region. Meta tensors have none to switch off."""
     return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
+
+
+def choose(hidden_ND: Tensor, head_weight_VD: Tensor, task: Task) -> str:
+    """What ``auto`` picks for these inputs, logged once for each kind of input."""
+    sparse = isinstance(task.signal, TopKSignal)
+    tokens = chunked.chunk_tokens(task.config, head_weight_VD.shape[0], sparse)
+    path, why = "fused", "three matrix products, the gradient is formed in the forward pass"
+    if sparse and tokens < _FEWEST_TOKENS:
+        path, why = "tiled", f"chunk_budget_mib {task.config.chunk_budget_mib:g} holds only {tokens} tokens of logits"
+    shape = f"D {hidden_ND.shape[1]}, V {head_weight_VD.shape[0]}, {hidden_ND.dtype}, {hidden_ND.device.type}"
+    _announce(f"loss: auto chose {path} for {shape}: {why}; chunks of {tokens} tokens")
+    return path
+
+
+@functools.cache
+def _announce(message: str) -> None:
+    _log.info(message)

@@ -1,4 +1,4 @@
-"""The maths of a chunk: from logits to the loss of each row and, in place, its gradient with respect to the logits.
+"""The maths of a chunk: from logits to the loss of each row, and to its gradient with respect to the logits.
 
 Closed forms, no autograd. With q = softmax(z), D = Σ term(log p, log q) over classes and a = ∂D/∂log q, the chain rule
 through the softmax gives ∂D/∂z = a - q·Σa. For a top-K signal the classes are the kept entries S and one tail of
@@ -6,18 +6,22 @@ student mass t = 1 - Σ_S q; a tail column j, of conditional probability c_j = q
 c_j·(a_t - t·Σa). The softmax is therefore taken over the tail alone and joined with the K kept logits in their small
 arrays: no 1 - Q that cancels, and no clamp that kills a gradient.
 
-Dimension letters: C tokens of the chunk, V columns of logits (padding included), K kept entries, L classes (K + 1).
+A path works in four steps, of which only the first and the last touch a block of logits. A block is all columns, a tile
+of them, or one rank's share: ``strip`` (take the kept logits out, softmax of the tail in place), join the blocks'
+kept logits and ``LogSum``, ``compare`` (loss and gradient factors), ``spread`` (gradient over the block).
+
+Dimension letters: C tokens of the chunk, V columns of a block, K kept entries, L classes (K + 1).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from alambique.core.signal import TopKSignal
 from alambique.losses import divergence
 from alambique.losses.config import LossConfig
-from alambique.losses.targets import Kept, kept_entries, temper
+from alambique.losses.targets import Kept, temper
 
 # Stands for a column that isn't there. Finite, so that a row of nothing else gives a harmless softmax instead of NaN;
 # far below any logit, so that its exponential beside a real column is exactly 0.
@@ -47,136 +51,197 @@ class Rows:
         return torch.stack([self.kd_C, self.ce_C, self.square_C, self.mass_C, self.entropy_C]) @ scale_C
 
 
-@dataclass(frozen=True)
-class _Split:
-    """A row's softmax as kept entries and tail; all logarithms are relative to ``top_C``, the row's largest logit."""
+class LogSum(NamedTuple):
+    """log Σ exp of logits as a largest logit and a rest, so that a large common offset costs no digits."""
 
     top_C: Tensor
-    log_tail_C: Tensor
-    lse_C: Tensor
+    rest_C: Tensor
+
+    def join(self, other: "LogSum") -> "LogSum":
+        """Of both sets of logits."""
+        top_C = torch.maximum(self.top_C, other.top_C)
+        return LogSum(top_C, torch.logaddexp(self.relative_to(top_C), other.relative_to(top_C)))
+
+    def relative_to(self, top_C: Tensor) -> Tensor:
+        """The logarithm after subtracting ``top_C`` from all logits."""
+        return self.rest_C + (self.top_C - top_C)
+
+
+class Slots(NamedTuple):
+    """Where a block holds the kept entries: column of each slot, and whether the slot is filled and in this block.
+
+    Slots that aren't repeat the column of one that is, so that writing one value to all of a row's slots is safe.
+    """
+
+    at_CK: Tensor
+    mine_CK: Tensor
+
+
+class Factors(NamedTuple):
+    """A chunk's gradient before it is spread: of the kept logits, and per unit of the tail's conditional softmax."""
+
+    kept_CK: Tensor
+    tail_C: Tensor  # multiplies the tail's softmax at temperature 1
+    soft_tail_C: Tensor | None  # multiplies the tail's softmax at the config's temperature
+    label_C: Tensor  # is subtracted in the label's column
+
+
+class _Student(NamedTuple):
     log_q_CK: Tensor
     log_t_C: Tensor
+    top_C: Tensor
+    lse_C: Tensor  # relative to top_C
 
 
-def needs_scratch(config: LossConfig) -> bool:
-    """Whether a top-K chunk needs a second [C, V] buffer, for the tempered logits."""
-    return config.temperature != 1
+def locate(kept: Kept, start: int, stop: int) -> Slots:
+    """Slots of the block of columns [start, stop)."""
+    at_CK = kept.ids_CK - start
+    mine_CK = kept.filled_CK & (at_CK >= 0) & (at_CK < stop - start)
+    at_CK = at_CK.clamp(0, stop - start - 1)
+    first_C1 = mine_CK.to(torch.uint8).argmax(1, keepdim=True)
+    return Slots(torch.where(mine_CK, at_CK, at_CK.gather(1, first_C1)), mine_CK)
 
 
-def sparse_rows(
-    z_CV: Tensor,
-    scratch_CV: Tensor | None,
-    signal: TopKSignal,
-    labels_C: Tensor | None,
+def strip(z_CV: Tensor, slots: Slots) -> tuple[Tensor, LogSum]:
+    """Take the kept logits out of a block, and turn it into the softmax of what is left, in place.
+
+    Returns the kept logits [C, K], FLOOR where the slot isn't in this block, and the rest's logsumexp.
+    """
+    z_CK = z_CV.gather(1, slots.at_CK)
+    # A row without any slot here repeats one column in all of them: write back what is there.
+    z_CV.scatter_(1, slots.at_CK, torch.where(slots.mine_CK.any(1, keepdim=True), FLOOR, z_CK))
+    top_C = z_CV.amax(1)
+    torch.softmax(z_CV, 1, out=z_CV)
+    return torch.where(slots.mine_CK, z_CK, FLOOR), LogSum(top_C, -z_CV.amax(1).log())
+
+
+def pick_labels(z_CV: Tensor, labels_C: Tensor | None, start: int) -> Tensor | None:
+    """Logit of each label, FLOOR where it lies outside the block that begins at ``start``."""
+    if labels_C is None:
+        return None
+    at_C = labels_C - start
+    mine_C = (at_C >= 0) & (at_C < z_CV.shape[1])
+    return torch.where(mine_C, z_CV.gather(1, at_C.clamp(0, z_CV.shape[1] - 1)[:, None]).squeeze(1), FLOOR)
+
+
+def compare(
+    kept: Kept,
+    z_CK: Tensor,
+    tail: LogSum,
+    soft_tail: LogSum | None,
+    label_z_C: Tensor | None,
     grad_scale_C: Tensor | None,
     config: LossConfig,
-    vocab_size: int,
-) -> Rows:
-    """Evaluate a chunk against a top-K signal.
+) -> tuple[Rows, Factors | None]:
+    """Evaluate rows from their kept logits and tails.
 
     Args:
-        z_CV: logits in the compute dtype, columns from ``vocab_size`` at FLOOR; destroyed. With ``grad_scale_C`` it
-            ends as that scale times ∂(row's loss)/∂z.
-        scratch_CV: a buffer like ``z_CV`` if ``needs_scratch``.
-        signal: the teacher for these rows.
-        labels_C: int64, or None.
-        grad_scale_C: factor on each row's gradient, or None for values alone.
+        kept: the teacher's classes at temperature 1.
+        z_CK: the student's kept logits, FLOOR in empty slots.
+        tail: logsumexp of the other logits.
+        soft_tail: the same of logits / temperature; None at temperature 1.
+        label_z_C: logits of the labels, or None.
+        grad_scale_C: factor on each row's gradient; None for values alone, without ``Factors``.
         config: the objective.
-        vocab_size: number of real columns.
     """
-    found = divergence.load(config.divergence)
-    temperature = config.temperature
-    kept = kept_entries(signal, labels_C, config.tail, vocab_size, z_CV.dtype)
-    label_z_C = z_CV.gather(1, labels_C[:, None]).squeeze(1) if labels_C is not None else None
-    soft = None
-    if scratch_CV is not None:
-        torch.div(z_CV, temperature, out=scratch_CV)
-        soft = split_softmax(scratch_CV, kept)
-    plain = split_softmax(z_CV, kept)
+    found, temperature = divergence.load(config.divergence), config.temperature
+    plain = soft = _normalise(z_CK, tail)
     log_shape_C = None
-    if soft is not None:
-        log_shape_C = soft.log_tail_C - plain.log_tail_C / temperature + (soft.top_C - plain.top_C / temperature)
+    if soft_tail is not None:
+        soft = _normalise(z_CK / temperature, soft_tail)
+        log_shape_C = soft_tail.rest_C - tail.rest_C / temperature + (soft_tail.top_C - tail.top_C / temperature)
     kept = temper(kept, config.tail, temperature, log_shape_C, found.ZERO_TEACHER_IS_INFINITE)
-    split = plain if soft is None else soft
-
     log_p_CL = torch.cat([kept.log_p_CK, kept.log_r_C[:, None]], 1)
-    log_q_CL = torch.cat([split.log_q_CK, split.log_t_C[:, None]], 1)
+    log_q_CL = torch.cat([soft.log_q_CK, soft.log_t_C[:, None]], 1)
     filled_CL = torch.cat([kept.filled_CK, torch.ones_like(kept.filled_CK[:, :1])], 1)
     q_CL = log_q_CL.exp()
+    lse_C = plain.top_C + plain.lse_C
     rows = Rows(
         kd_C=torch.where(filled_CL, found.term(log_p_CL, log_q_CL, config.beta), 0.0).sum(1),
-        ce_C=plain.lse_C - (label_z_C - plain.top_C) if label_z_C is not None else torch.zeros_like(plain.lse_C),
-        square_C=(plain.lse_C + plain.top_C).square(),
+        ce_C=plain.lse_C - (label_z_C - plain.top_C) if label_z_C is not None else torch.zeros_like(lse_C),
+        square_C=lse_C.square(),
         mass_C=q_CL[:, :-1].sum(1),
         entropy_C=-(q_CL * log_q_CL).sum(1),
     )
     if grad_scale_C is None:
-        return rows
-
+        return rows, None
     slope_CL = torch.where(filled_CL, found.slope(log_p_CL, log_q_CL, config.beta), 0.0)
     slope_CL -= q_CL * slope_CL.sum(1, keepdim=True)
     slope_CL *= (config.kd_weight * temperature * grad_scale_C)[:, None]  # T² from the objective, 1/T from z/T
-    full_C = (config.ce_weight + 2 * config.z_loss * (plain.lse_C + plain.top_C)) * grad_scale_C
-    kept_CK = slope_CL[:, :-1] + full_C[:, None] * plain.log_q_CK.exp()
-    tail_C = full_C * plain.log_t_C.exp()
-    if scratch_CV is None:
-        z_CV.mul_((tail_C + slope_CL[:, -1])[:, None])
-    else:
-        z_CV.mul_(tail_C[:, None]).addcmul_(scratch_CV, slope_CL[:, -1:])
-    z_CV.scatter_add_(1, kept.ids_CK, torch.where(kept.filled_CK, kept_CK, 0.0))
-    _subtract_labels(z_CV, labels_C, config.ce_weight * grad_scale_C)
-    return rows
+    full_C = (config.ce_weight + 2 * config.z_loss * lse_C) * grad_scale_C
+    kept_CK = torch.where(kept.filled_CK, slope_CL[:, :-1] + full_C[:, None] * plain.log_q_CK.exp(), 0.0)
+    tail_C, label_C = full_C * plain.log_t_C.exp(), config.ce_weight * grad_scale_C
+    if soft_tail is None:
+        return rows, Factors(kept_CK, tail_C + slope_CL[:, -1], None, label_C)
+    return rows, Factors(kept_CK, tail_C, slope_CL[:, -1], label_C)
 
 
-def split_softmax(z_CV: Tensor, kept: Kept) -> _Split:
-    """Turn ``z_CV`` into the conditional softmax of the tail, 0 in the kept columns, and return the rest."""
-    z_CK = z_CV.gather(1, kept.ids_CK)
-    # A row without any filled slot repeats column 0 in all of them: write back what is there.
-    z_CV.scatter_(1, kept.ids_CK, torch.where(kept.filled_CK.any(1, keepdim=True), FLOOR, z_CK))
-    z_CK = torch.where(kept.filled_CK, z_CK, FLOOR)
-    tail_top_C = z_CV.amax(1)
-    torch.softmax(z_CV, 1, out=z_CV)
-    top_C = torch.maximum(tail_top_C, z_CK.amax(1))
-    log_tail_C = tail_top_C - top_C - z_CV.amax(1).log()
-    z_CK = z_CK - top_C[:, None]
-    lse_C = torch.logaddexp(z_CK.logsumexp(1), log_tail_C)
-    return _Split(top_C, log_tail_C, lse_C, z_CK - lse_C[:, None], log_tail_C - lse_C)
+def spread(
+    c_CV: Tensor, soft_c_CV: Tensor | None, slots: Slots, labels_C: Tensor | None, factors: Factors, start: int
+) -> None:
+    """Turn a stripped block into the gradient of its logits, in place.
+
+    Args:
+        c_CV: what ``strip`` left of the logits.
+        soft_c_CV: the same at the config's temperature, or None.
+        slots: the block's.
+        labels_C: int64, or None.
+        factors: of these rows, tails already weighted with the block's share of the tail (see ``share``).
+        start: the block's first column.
+    """
+    c_CV.mul_(factors.tail_C[:, None])
+    if soft_c_CV is not None and factors.soft_tail_C is not None:
+        c_CV.addcmul_(soft_c_CV, factors.soft_tail_C[:, None])
+    c_CV.scatter_add_(1, slots.at_CK, torch.where(slots.mine_CK, factors.kept_CK, 0.0))
+    subtract_labels(c_CV, labels_C, factors.label_C, start)
+
+
+def share(block: LogSum, tail: LogSum) -> Tensor:
+    """The block's part of the tail's mass, [C]."""
+    return (block.relative_to(tail.top_C) - tail.rest_C).exp()
 
 
 def dense_rows(
-    z_CV: Tensor,
-    log_p_CV: Tensor,
-    labels_C: Tensor | None,
-    grad_scale_C: Tensor | None,
-    config: LossConfig,
+    z_CV: Tensor, log_p_CV: Tensor, labels_C: Tensor | None, grad_scale_C: Tensor | None, config: LossConfig
 ) -> Rows:
-    """Evaluate a chunk against the teacher's whole distribution at the config's temperature.
+    """Evaluate a chunk of all columns against the teacher's whole distribution at the config's temperature.
 
-    Arguments and effect as for ``sparse_rows``; ``log_p_CV`` is -inf from ``vocab_size`` on.
+    ``z_CV`` ends, with ``grad_scale_C``, as the gradient. ``log_p_CV`` is -inf where ``z_CV`` is FLOOR for padding.
     """
-    found = divergence.load(config.divergence)
-    log_q_CV = torch.log_softmax(z_CV / config.temperature, 1)
-    lse_C = torch.logsumexp(z_CV, 1)
-    label_z_C = z_CV.gather(1, labels_C[:, None]).squeeze(1) if labels_C is not None else None
+    found, temperature = divergence.load(config.divergence), config.temperature
+    log_q_CV = torch.log_softmax(z_CV if temperature == 1 else z_CV / temperature, 1)
+    top_C = z_CV.amax(1)
+    rest_C = torch.logsumexp(z_CV - top_C[:, None], 1)
+    label_z_C = pick_labels(z_CV, labels_C, 0)
     q_CV = log_q_CV.exp()
     rows = Rows(
         kd_C=found.term(log_p_CV, log_q_CV, config.beta).sum(1),
-        ce_C=lse_C - label_z_C if label_z_C is not None else torch.zeros_like(lse_C),
-        square_C=lse_C.square(),
-        mass_C=torch.ones_like(lse_C),
+        ce_C=rest_C - (label_z_C - top_C) if label_z_C is not None else torch.zeros_like(top_C),
+        square_C=(top_C + rest_C).square(),
+        mass_C=torch.ones_like(top_C),
         entropy_C=-(q_CV * log_q_CV).sum(1),
     )
     if grad_scale_C is None:
         return rows
-    z_CV.sub_(lse_C[:, None]).exp_()
-    z_CV.mul_(((config.ce_weight + 2 * config.z_loss * lse_C) * grad_scale_C)[:, None])
+    full_C = (config.ce_weight + 2 * config.z_loss * (top_C + rest_C)) * grad_scale_C
+    torch.softmax(z_CV, 1, out=z_CV).mul_(full_C[:, None])
     slope_CV = found.slope(log_p_CV, log_q_CV, config.beta)
-    kd_C1 = (config.kd_weight * config.temperature * grad_scale_C)[:, None]
-    z_CV.addcmul_(slope_CV, kd_C1).addcmul_(q_CV, -kd_C1 * slope_CV.sum(1, keepdim=True))
-    _subtract_labels(z_CV, labels_C, config.ce_weight * grad_scale_C)
+    kd_C1 = (config.kd_weight * temperature * grad_scale_C)[:, None]
+    z_CV.addcmul_(slope_CV.addcmul_(q_CV, -slope_CV.sum(1, keepdim=True)), kd_C1)
+    subtract_labels(z_CV, labels_C, config.ce_weight * grad_scale_C, 0)
     return rows
 
 
-def _subtract_labels(z_CV: Tensor, labels_C: Tensor | None, amount_C: Tensor) -> None:
+def subtract_labels(z_CV: Tensor, labels_C: Tensor | None, amount_C: Tensor, start: int) -> None:
+    """Subtract ``amount_C`` in the labels' columns, where they are in the block that begins at ``start``."""
     if labels_C is not None:
-        z_CV.scatter_add_(1, labels_C[:, None], -amount_C[:, None])
+        at_C = labels_C - start
+        amount_C = torch.where((at_C >= 0) & (at_C < z_CV.shape[1]), amount_C, 0.0)
+        z_CV.scatter_add_(1, at_C.clamp(0, z_CV.shape[1] - 1)[:, None], -amount_C[:, None])
+
+
+def _normalise(z_CK: Tensor, tail: LogSum) -> _Student:
+    top_C = torch.maximum(tail.top_C, z_CK.amax(1))
+    z_CK, log_tail_C = z_CK - top_C[:, None], tail.relative_to(top_C)
+    lse_C = torch.logaddexp(z_CK.logsumexp(1), log_tail_C)
+    return _Student(z_CK - lse_C[:, None], log_tail_C - lse_C, top_C, lse_C)

@@ -21,8 +21,7 @@ class Kept:
     """Teacher classes of a chunk: K entries and one tail.
 
     Attributes:
-        ids_CK: int64 columns. An empty slot repeats the column of a filled slot of its row, so that writing one value
-            to all columns of a row is safe.
+        ids_CK: int64 columns; what an empty slot names means nothing.
         filled_CK: False for empty slots, which take part in nothing.
         log_p_CK: log-probabilities, -inf in empty slots.
         log_r_C: log of the tail's mass, -inf for none.
@@ -52,8 +51,6 @@ def kept_entries(signal: TopKSignal, labels_C: Tensor | None, tail: Tail, vocab_
         r_C = r_C.masked_fill(filled_CK.sum(-1) == vocab_size, 0.0)
     if tail == "renormalise":
         log_p_CK = torch.where(filled_CK, log_p_CK - log_p_CK.logsumexp(-1, keepdim=True), -torch.inf)
-    first_C1 = filled_CK.to(torch.uint8).argmax(-1, keepdim=True)
-    ids_CK = torch.where(filled_CK, ids_CK, ids_CK.gather(-1, first_C1))
     return Kept(ids_CK, filled_CK, log_p_CK, r_C.log())
 
 

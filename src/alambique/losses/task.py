@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alambique.core.errors import UserError
-from alambique.core.signal import DenseSignal, Signal, TopKSignal
+from alambique.core.signal import DenseSignal, Signal, StatesSignal, TopKSignal
 from alambique.losses.config import LossConfig
 
 IGNORED_LABEL = -100  # source: torch's cross_entropy
@@ -115,6 +115,8 @@ def _check_shapes(
         raise ValueError(f"vocab_size {vocab_size} is not within the head's {head_weight_VD.shape[0]} rows")
     if isinstance(signal, DenseSignal) and signal.logprobs_NV.shape[1] < vocab_size:
         raise ValueError(f"the dense signal has {signal.logprobs_NV.shape[1]} columns, fewer than {vocab_size}")
+    if isinstance(signal, StatesSignal) and signal.head_weight_VD.shape[0] < vocab_size:
+        raise ValueError(f"the teacher's head has {signal.head_weight_VD.shape[0]} rows, fewer than {vocab_size}")
     if weight_grad_VD is not None and weight_grad_VD.shape != head_weight_VD.shape:
         raise ValueError(f"weight_grad {tuple(weight_grad_VD.shape)} is not of the head's shape")
 
