@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GptOssConfig, LlamaConfig, Qwen2Config
 
 from alambique.core.errors import UserError
 from alambique.core.params import validate
 from alambique.models.fetch import ModelSource
+from alambique.models.load import SplitModel, load_model, stored_dtype
 from alambique.models.student import (
     StudentConfig,
     copy_model,
@@ -173,8 +175,6 @@ def test_bad_student_settings_are_refused(values: dict[str, Any], message: str) 
 
 
 def test_a_model_with_other_names_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     save_model(tmp_path / "teacher", tiny_model(LlamaConfig), tiny_tokenizer())
     path = tmp_path / "teacher/model.safetensors"
     tensors = load_file(path)
@@ -183,3 +183,40 @@ def test_a_model_with_other_names_is_refused(tmp_path: Path) -> None:
     (tmp_path / "student").mkdir()
     with pytest.raises(UserError, match=r"LlamaConfig has 2 stacks of layers \(model.layers, vision.layers\)"):
         prune_layers(tmp_path / "teacher", [0], tmp_path / "student")
+
+
+def pack_experts(folder: Path) -> None:
+    """Turn a tiny gpt-oss into a checkpoint with MXFP4 experts, as the published ones are."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in list(tensors.items()):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = value.shape
+            del tensors[name]
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_blocks"] = blocks
+            tensors[f"{name}_scales"] = torch.full(blocks.shape[:-1], 120, dtype=torch.uint8)  # 2^(120 - 127)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def test_packed_experts_are_pruned_as_they_are_and_expanded_on_loading(tmp_path: Path) -> None:
+    settings = FAMILIES["gpt-oss"][2] | {"hidden_size": 64, "intermediate_size": 32}
+    model = tiny_model(GptOssConfig, attention="eager", num_hidden_layers=4, **settings).bfloat16()
+    save_model(tmp_path / "teacher", model, tiny_tokenizer())
+    pack_experts(tmp_path / "teacher")
+    (tmp_path / "student").mkdir()
+    prune_layers(tmp_path / "teacher", [0, 3], tmp_path / "student")
+    models = [
+        load_model(tmp_path / name, dtype=stored_dtype(tmp_path / name), device=torch.device("cpu"), attention="eager")
+        for name in ("teacher", "student")
+    ]
+    experts = [models[0].model.layers[3].mlp.experts, models[1].model.layers[1].mlp.experts]
+    assert experts[0].down_proj.dtype == torch.bfloat16
+    assert experts[0].down_proj.abs().sum() > 0
+    assert torch.equal(experts[0].down_proj, experts[1].down_proj)
+    assert torch.equal(experts[0].gate_up_proj, experts[1].gate_up_proj)
+    SplitModel(models[1]).check()
+    assert count_parameters(tmp_path / "student") == models[1].num_parameters()
