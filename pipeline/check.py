@@ -11,6 +11,7 @@ from typing import Any
 
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.params import Config, Params
+from alambique.evaluate import BenchmarkConfig, check_benchmarks
 from pipeline.job import job_main
 
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
@@ -52,7 +53,8 @@ def check_params(path: Path = Path("params.yaml")) -> None:
             raise UserError(f"{path}: pairs.{pair}.teacher = {entry.teacher} is not in teachers{hint}")
     for stage, *key in _every_job(teachers, pairs, params.keys("evaluate.benchmarks")):
         importlib.import_module(f"pipeline.{stage}").settings(params, *key)
-    importlib.import_module("alambique.evaluate").check_benchmarks(params.keys("evaluate.benchmarks"))
+    benchmarks = params.keys("evaluate.benchmarks")
+    check_benchmarks({name: params.section(BenchmarkConfig, f"evaluate.benchmarks.{name}") for name in benchmarks})
 
 
 def _every_job(teachers: list[str], pairs: list[str], benchmarks: list[str]) -> list[tuple[str, ...]]:

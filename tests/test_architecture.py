@@ -1,8 +1,10 @@
-"""The three laws of the house, and the smaller rules that keep it small. A new exception is a visible line in a diff."""
+"""The three laws of the house, and the smaller rules that keep it small: an exception is a visible line in a diff."""
 
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,14 @@ def test_a_stage_has_one_name_in_four_places() -> None:
 
 # ---- law 2: an import is a cache edge
 
+# The public API only names modules until someone asks for one, so it can't change what a stage computes.
+LAZY = "src/alambique/__init__.py"
+
+
+def test_the_public_api_imports_nothing_by_itself() -> None:
+    code = "import sys, alambique; sys.exit(any(m.startswith(('alambique.', 'torch')) for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
 
 @pytest.mark.parametrize("name", STAGES)
 def test_every_module_that_a_stage_imports_is_a_dependency(name: str) -> None:
@@ -75,7 +85,7 @@ def test_every_module_that_a_stage_imports_is_a_dependency(name: str) -> None:
     # Python runs the __init__.py of every package on the way to a module.
     modules |= {module.rsplit(".", i)[0] for module in modules for i in range(1, module.count(".") + 1)}
     files = {file_of(module) for module in modules}
-    files = {file for file in files if (ROOT / file).stat().st_size > 0}
+    files = {file for file in files if (ROOT / file).stat().st_size > 0} - {LAZY}
     for stage in dvc_stages():
         if stage_name(stage) != name:
             continue
@@ -114,10 +124,11 @@ def test_the_params_that_a_stage_reads_are_those_that_dvc_watches() -> None:
 SIBLINGS = ("data", "models", "losses", "kernels", "cache")
 MAY_IMPORT = {
     "core": (),
-    **{layer: ("core",) for layer in SIBLINGS},
+    **dict.fromkeys(SIBLINGS, ("core",)),
     "losses": ("core", "kernels"),
     "train": ("core", *SIBLINGS),
     "evaluate": ("core", *SIBLINGS),
+    "scoring": ("core", *SIBLINGS, "evaluate"),
     "heldout": ("core", *SIBLINGS),
     "report": ("core", "plots"),
     "plots": ("core",),
@@ -139,7 +150,7 @@ def test_imports_go_one_way() -> None:
 
 @pytest.mark.parametrize(
     ("package", "homes"),
-    [("prefect", {"pipeline/flow.py"}), ("mlflow", {"pipeline/tracking.py"}), ("dvc", set())],
+    [("prefect", {"pipeline/flow.py", "pipeline/observer.py"}), ("mlflow", {"pipeline/tracking.py"}), ("dvc", set())],
 )
 def test_each_orchestrator_has_one_door(package: str, homes: set[str]) -> None:
     pattern = re.compile(rf"^\s*(import|from) {package}\b", re.M)
@@ -200,7 +211,7 @@ WHOLE_HOUSE = {"architecture", "public_api", "contract", "end_to_end", "presets"
 def test_the_readme_tree_is_the_tree() -> None:
     tree = re.search(r"```text\n(README\.md.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert tree, "README.md shows the tree in a ```text block that starts with README.md"
-    named = {word for line in tree[1].splitlines() for word in re.findall(r"[\w./-]+", line.split("  ")[0])}
+    named = {word for line in tree[1].splitlines() for word in re.findall(r"[\w./-]+", line.split("   ")[0])}
     for word in named:
         assert (ROOT / word).exists() or any(ROOT.glob(f"**/{word}")), f"README.md names {word}, which does not exist"
     for entry in sorted(ROOT.iterdir()):
