@@ -1,16 +1,25 @@
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alambique.data.pack import Piece, cut, pack
+from alambique.data.pack import Ids, Mask, Piece, cut, pack
+
+
+def ids(*values: int) -> Ids:
+    return np.array(values, dtype=np.int32)
+
+
+def mask(*values: bool) -> Mask:
+    return np.array(values, dtype=np.bool_)
 
 
 def piece(size: int, document: int, targets: bool = True) -> Piece:
-    return Piece(list(range(100 * document, 100 * document + size)), [targets] * size, document)
+    return Piece(ids(*range(100 * document, 100 * document + size)), mask(*[targets] * size), document)
 
 
 def test_a_row_is_laid_out_with_the_shift_made_once() -> None:
-    prompt = Piece([7, 8, 9, 10], [False, False, True, True], 1)
+    prompt = Piece(ids(7, 8, 9, 10), mask(False, False, True, True), 1)
     rows, used = pack([piece(3, 0), prompt], 8, padding_id=5, max_rows=None)
     assert rows.input_ids_RS.tolist() == [[0, 1, 2, 7, 8, 9, 10, 5]]
     assert rows.document_ids_RS.tolist() == [[0, 0, 0, 1, 1, 1, 1, -1]]
@@ -31,12 +40,13 @@ def test_a_budget_keeps_the_first_rows_and_their_documents() -> None:
 
 
 def test_long_documents_are_cut_and_teachless_pieces_left_out() -> None:
-    ids = list(range(10))
-    pieces = cut(ids, [True] * 10, 0, 4)
-    assert [list(part.ids) for part in pieces] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert [list(part.ids) for part in cut(ids[:9], [True] * 9, 0, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]  # [8] is alone
-    assert cut([1, 2], [True, False], 0, 4) == []  # a first token is never predicted
-    assert cut([1], [True], 0, 4) == []
+    def cuts(size: int) -> list[list[int]]:
+        return [part.ids.tolist() for part in cut(ids(*range(size)), mask(*[True] * size), 0, 4)]
+
+    assert cuts(10) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert cuts(9) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # a lone token teaches nothing
+    assert cut(ids(1, 2), mask(True, False), 0, 4) == []  # a first token is never predicted
+    assert cuts(1) == []
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -54,7 +64,7 @@ def test_every_piece_is_packed_whole_exactly_once(sizes: list[int], seq_len: int
                 found.append(rows.input_ids_RS[r][rows.document_ids_RS[r] == number].tolist())
         padding = rows.document_ids_RS[r] == -1
         assert torch.equal(padding, padding.sort().values)  # at the end
-    assert sorted(found) == sorted(list(part.ids) for part in pieces)
+    assert sorted(found) == sorted(part.ids.tolist() for part in pieces)
     inside = rows.document_ids_RS[:, :-1] == rows.document_ids_RS[:, 1:]
     real = rows.document_ids_RS[:, 1:] >= 0
     assert torch.equal(rows.loss_mask_RS[:, :-1], inside & real)

@@ -107,8 +107,8 @@ def test_bos_comes_once_and_eos_is_not_doubled() -> None:
     )
     assert ids[0] == 1
     assert ids[-1] == 2
-    assert all(targets)
-    assert short[-2:].count(2) == 1
+    assert targets.all()
+    assert short[-2:].tolist().count(2) == 1
 
 
 def test_chats_train_on_answers_only(tmp_path: Path) -> None:

@@ -13,26 +13,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from alambique.data.dataset import PADDING_DOCUMENT, PackedRows
 
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a part of one: token ids, and which of them may be targets (the first one never is)."""
+    """A document, or a part of one: int32 token ids, and which of them may be targets (the first one never is)."""
 
-    ids: Sequence[int]
-    is_target: Sequence[bool]
+    ids: Ids
+    is_target: Mask
     document: int
 
     @property
     def has_target(self) -> bool:
         """Whether any token but the first may be learnt."""
-        return any(self.is_target[1:])
+        return bool(self.is_target[1:].any())
 
 
-def cut(ids: Sequence[int], is_target: Sequence[bool], document: int, seq_len: int) -> list[Piece]:
+def cut(ids: Ids, is_target: Mask, document: int, seq_len: int) -> list[Piece]:
     """Cut a document into pieces of at most ``seq_len`` tokens; the pieces that teach nothing are left out."""
     pieces = (
         Piece(ids[start : start + seq_len], is_target[start : start + seq_len], document)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from alambique.core.params import Config
 from alambique.core.progress import Progress
 from alambique.data.chat import encode_chat, require_template
 from alambique.data.dataset import SPLITS, PackedRows
-from alambique.data.pack import Piece, cut, pack
+from alambique.data.pack import Ids, Mask, Piece, cut, pack
 from alambique.data.readers import CorpusConfig, Document, read_corpus
 
 _BATCH_DOCUMENTS = 256  # assumption: keeps the tokenizer's threads busy and the bar moving
@@ -156,7 +157,7 @@ def _encode_and_pack(
     return rows, used
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[tuple[list[int], list[bool]]]:
+def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[tuple[Ids, Mask]]:
     """Token ids of each document, uncut, and which of them may be targets.
 
     A text gets the special tokens that the tokenizer adds (such as BOS) and ends with the end-of-sequence token, which
@@ -174,11 +175,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) ->
     for document in documents:
         if document.messages:
             require_template(tokenizer)
-            result.append(encode_chat(tokenizer, document))
+            ids, is_target = encode_chat(tokenizer, document)
         else:
             ids = list(next(encoded))
             ids += [] if ids[-1:] == [end] else [end]
-            result.append((ids, [True] * len(ids)))
+            is_target = [True] * len(ids)
+        result.append((np.asarray(ids, dtype=np.int32), np.asarray(is_target, dtype=np.bool_)))
     return result
 
 
