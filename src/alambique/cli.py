@@ -52,12 +52,12 @@ def _info(options: argparse.Namespace) -> None:
     cache = TeacherCache.open(options.path)
     manifest = cache.manifest
     size = sum(file["bytes"] for file in manifest["files"].values())
-    engine = manifest["engine"]
+    engine, top_p, codec_kl = manifest["engine"], manifest["top_p"], manifest["codec_kl_nats"]
     facts: dict[str, Any] = {
         "rows": f"{cache.num_rows:,} of {cache.seq_len:,} positions",
         "tokens": f"{manifest['num_tokens']:,} captured",
-        "kept": f"top {cache.top_k} of {cache.vocab_size:,}",
-        "codec": f"{manifest['codec']} ({'lossless' if manifest['lossless'] else 'lossy'})",
+        "kept": f"top {cache.top_k} of {cache.vocab_size:,}" + (f", at most mass {top_p}" if top_p < 1 else ""),
+        "codec": f"{manifest['codec']} ({'lossless' if manifest['lossless'] else f'lossy, KL {codec_kl:.1e} nats'})",
         "size": f"{size / 2**20:,.1f} MiB in {len(manifest['files'])} shards",
         "bytes per token": f"{manifest['bytes_per_token']:.1f}",
         **manifest["identity"],

@@ -226,6 +226,10 @@ def test_nothing_to_capture(tmp_path: Path, fake_teacher: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            {"top_p": 0.9},
+            "teacher: the section needs codec = top_p for top_p = 0.9: exact would store the empty slots",
+        ),
         ({"top_k": 0}, "teacher: top_k = 0 should be greater than or equal to 1"),
         ({"topk": 5}, "teacher: unknown key topk; did you mean top_k?"),
         ({"dtype": "fp16"}, "teacher: dtype = 'fp16' should be 'float32', 'bfloat16' or 'float16'"),
@@ -251,3 +255,31 @@ def test_rows_of_equal_content_share_a_block(tmp_path: Path, fake_teacher: Modul
     cache.verify()
     signal = cache.read(range(8))
     assert np.array_equal(signal.ids_NK[:4], signal.ids_NK[4:])
+
+
+def test_quantized_tells_its_error_and_top_p_its_mass(captured: Path, tmp_path: Path, fake_teacher: ModuleType) -> None:
+    exact = TeacherCache.open(captured).read(range(14))
+    mask = fake_teacher.make_rows().loss_mask_RS
+    fake_teacher.run(tmp_path / "quantized", tmp_path / "store", codec="quantized")
+    cache = TeacherCache.open(tmp_path / "quantized")
+    cache.verify()
+    signal_of_rows = cache.read(range(14))
+    assert torch.equal(signal_of_rows.ids_NK, exact.ids_NK)
+    assert torch.equal(signal_of_rows.tail_mass_N, exact.tail_mass_N)
+    log_p, log_q = exact.logprobs_NK[mask].double(), signal_of_rows.logprobs_NK[mask].double()
+    error = (log_p.exp() * (log_p - log_q) - log_p.exp() + log_q.exp()).sum(-1).mean()
+    assert cache.manifest["lossless"] is False
+    assert cache.manifest["codec_kl_nats"] == pytest.approx(float(error), rel=1e-9)
+    assert 0 < float(error) < 1e-4
+    assert TeacherCache.open(captured).manifest["codec_kl_nats"] == 0
+
+    fake_teacher.run(tmp_path / "top_p", tmp_path / "store", codec="top_p", top_p=0.8)
+    cache = TeacherCache.open(tmp_path / "top_p")
+    cache.verify()
+    signal_of_rows = cache.read(range(14))
+    filled = signal_of_rows.logprobs_NK.isfinite()
+    assert torch.equal(signal_of_rows.ids_NK[filled], exact.ids_NK[filled])
+    assert torch.equal(signal_of_rows.logprobs_NK[filled], exact.logprobs_NK[filled])
+    assert filled[mask].sum() < 0.7 * mask.sum() * 8
+    assert (signal_of_rows.tail_mass_N[mask & ~filled.all(-1)] < 0.2 + 1e-6).all()
+    assert cache.manifest["top_p"] == 0.8

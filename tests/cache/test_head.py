@@ -88,3 +88,22 @@ def test_memory_of_a_chunk_stays_in_its_budget() -> None:
     head = Head(torch.zeros(128_256, 4, dtype=torch.bfloat16), None, None, 1.0)
     assert head.chunk_tokens(256) == 256 * 2**20 // (128_256 * 2)
     assert head.chunk_tokens(0) == 1
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_the_mass() -> None:
+    head = make(torch.float32)
+    hidden = torch.randn(60, D)
+    all_ids, all_logprobs, _ = top_entries(hidden, head, 40, 8)
+    ids, logprobs, tail = top_entries(hidden, head, 40, 8, top_p=0.7)
+    filled = logprobs.isfinite()
+    counts = filled.sum(-1)
+    assert counts.min() >= 1
+    assert len(set(counts.tolist())) > 3
+    assert torch.equal(ids[filled], all_ids[filled])
+    assert torch.equal(logprobs[filled], all_logprobs[filled])
+    assert (ids[~filled] == 0).all()
+    mass = reference(hidden, head).topk(40).values.exp().cumsum(-1)
+    for row, count in enumerate(counts.tolist()):
+        assert mass[row, count - 1] >= 0.7 - 1e-5 or count == 40
+        assert count == 1 or mass[row, count - 2] < 0.7 + 1e-5
+        assert float(tail[row]) == pytest.approx(1 - float(mass[row, count - 1]), abs=3e-6)

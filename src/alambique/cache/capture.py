@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from alambique.cache.codec import Codec, Entries, find_codec
@@ -38,6 +38,7 @@ class CaptureConfig(Config):
 
     Attributes:
         top_k: entries kept at each position.
+        top_p: keep fewer entries where they hold this mass already; 1 keeps K everywhere.
         codec: how they are stored; a module in alambique.cache.codecs.
         dtype: of the teacher's weights and activations; the softmax is always fp32.
         attention: transformers' attention implementation.
@@ -47,12 +48,19 @@ class CaptureConfig(Config):
     """
 
     top_k: int = Field(100, ge=1, le=65_536)  # source: the published system caches the top 100
+    top_p: float = Field(1.0, gt=0, le=1)  # source: as above
     codec: str = "exact"  # source: benchmarks/cache_cases.py, smaller than the lossy formats of the field
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # source: what current teachers are published in
     attention: str = "sdpa"  # source: transformers' default
     batch_tokens: int = Field(8192, ge=1)  # assumption: fills a GPU, and a 70B teacher's activations still fit
     logits_mib: int = Field(256, ge=1)  # assumption: 1,000 tokens at V = 128,256 keep the head's GEMM compute-bound
     shard_mib: float = Field(256, gt=0)  # source: DVC handles files of 256 MB to 1 GB best; see docs/cache-format.md
+
+    @model_validator(mode="after")
+    def _store_what_is_kept(self) -> "CaptureConfig":
+        if self.top_p < 1 and self.codec != "top_p":
+            raise ValueError(f"needs codec = top_p for top_p = {self.top_p}: {self.codec} would store the empty slots")
+        return self
 
     def require_vocabulary(self, vocab_size: int) -> None:
         """Refuse to keep more entries than there are tokens."""
@@ -214,6 +222,7 @@ class _Job:
             "engine": self.engine,
             "codec": [self.config.codec, self.codec.VERSION],
             "top_k": self.config.top_k,
+            "top_p": self.config.top_p,
             "vocab_size": self.vocab_size,
             "seq_len": self.seq_len,
         }
@@ -292,7 +301,7 @@ class _Job:
                 positions_N = torch.from_numpy(np.flatnonzero(self.mask_RS[start:stop])).to(self.device)
                 hidden_BSD = self.teacher.hidden(input_ids_BS, document_ids_BS)
                 hidden_ND = hidden_BSD.flatten(0, 1).index_select(0, positions_N).to(self.head.weight_VD.dtype)
-                kept = top_entries(hidden_ND, self.head, self.config.top_k, self.config.logits_mib)
+                kept = top_entries(hidden_ND, self.head, self.config.top_k, self.config.logits_mib, self.config.top_p)
                 ids_NK, logprobs_NK, tail_mass_N = (tensor.cpu().numpy() for tensor in kept)
         except torch.OutOfMemoryError:
             return None
@@ -318,21 +327,23 @@ class _Job:
     def assemble(self, out: Path, receipts: list[Receipt]) -> dict[str, Any]:
         """Link the blocks into ``out`` and write its manifest, which holds nothing that a second run could change."""
         num_tokens = sum(receipt.tokens for receipt in receipts)
-        tails = (Shard(self.store.shard(block)).tail_mass_N for block in self.blocks)
+        shards = [Shard(self.store.shard(block)) for block in self.blocks]
         placed = list(zip(self.blocks, receipts, strict=True))
         manifest = {
             "format": FORMAT,
             "version": VERSION,
             "codec": self.config.codec,
             "lossless": self.codec.LOSSLESS,
+            "codec_kl_nats": sum(s.facts.codec_kl_nats * s.facts.num_tokens for s in shards) / num_tokens,
             "top_k": self.config.top_k,
+            "top_p": self.config.top_p,
             "vocab_size": self.vocab_size,
             "seq_len": self.seq_len,
             "num_rows": self.num_rows,
             "num_tokens": num_tokens,
             "bytes_per_token": sum(receipt.bytes for receipt in receipts) / num_tokens,
             "rows_sha256": rows_sha256(self.row_hashes),
-            "tail_mass": tail_mass_statistics(tails, num_tokens),
+            "tail_mass": tail_mass_statistics((shard.tail_mass_N for shard in shards), num_tokens),
             "identity": self.identity,
             "engine": self.engine,
             "shards": [

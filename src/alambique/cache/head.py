@@ -41,8 +41,13 @@ class Head:
         return max(1, (logits_mib << 20) // bytes_per_token)
 
 
-def top_entries(hidden_ND: Tensor, head: Head, top_k: int, logits_mib: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_entries(
+    hidden_ND: Tensor, head: Head, top_k: int, logits_mib: int, top_p: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """The K most probable tokens of each position, and the mass of the others.
+
+    With ``top_p`` below 1 a position keeps no more than it needs to hold that mass; its other slots are empty, with
+    id 0 and logprob -inf.
 
     The softmax runs in fp32 over the whole unpadded vocabulary. Ties go either way, as ``torch.topk`` leaves them.
 
@@ -56,7 +61,7 @@ def top_entries(hidden_ND: Tensor, head: Head, top_k: int, logits_mib: int) -> t
         rows = len(logits_CV)
         if logits_CV.device.type == "cpu":
             rows = max(1, _CPU_PIECE_BYTES // (4 * logits_CV.shape[1]))
-        pieces += [_reduce(part_CV, head, top_k) for part_CV in torch.split(logits_CV, rows)]
+        pieces += [_reduce(part_CV, head, top_k, top_p) for part_CV in torch.split(logits_CV, rows)]
     ids, logprobs, tails = zip(*pieces, strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(tails)
 
@@ -68,12 +73,17 @@ def _product(hidden_CD: Tensor, head: Head) -> Tensor:
     return torch.mm(hidden_CD, weight_DV)
 
 
-def _reduce(logits_CV: Tensor, head: Head, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _reduce(logits_CV: Tensor, head: Head, top_k: int, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
     if not head.plain:
         logits_CV = _transform(logits_CV, head)
     # Selecting before the softmax spares topk the fp32 copy; a softmax changes no order.
     ids_CK = logits_CV.topk(top_k, dim=-1).indices
     logprobs_CK = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32).gather(-1, ids_CK)
+    if top_p < 1.0:
+        before_CK = logprobs_CK.exp().cumsum(-1).roll(1, -1)
+        before_CK[:, 0] = 0.0
+        surplus_CK = before_CK >= top_p
+        ids_CK, logprobs_CK = ids_CK.masked_fill(surplus_CK, 0), logprobs_CK.masked_fill(surplus_CK, -torch.inf)
     kept_C = logprobs_CK.exp().sum(-1, dtype=torch.float64)
     tail_C = (1.0 - kept_C).clamp(0.0, 1.0).float()
     return ids_CK.int(), logprobs_CK.half(), tail_C

@@ -57,7 +57,9 @@ class Manifest(Config):
     version: int
     codec: str = Field(pattern="^[a-z0-9_]+$")
     lossless: bool
+    codec_kl_nats: float
     top_k: int = Field(ge=1, le=MAX_TOP_K)
+    top_p: float
     vocab_size: int = Field(ge=1, le=MAX_VOCAB)
     seq_len: int = Field(ge=1, le=MAX_SEQ_LEN)
     num_rows: int = Field(ge=1)

@@ -41,6 +41,7 @@ class ShardFacts(Config):
     seq_len: int = Field(ge=1, le=MAX_SEQ_LEN)
     num_rows: int = Field(ge=1)
     num_tokens: int = Field(ge=0)
+    codec_kl_nats: float
     index_crc32: int
 
 
@@ -82,6 +83,7 @@ def write_shard(path: Path, block: Block, mask_RS: NDArray[np.bool_], entries: E
         "seq_len": mask_RS.shape[1],
         "num_rows": len(block.row_hashes),
         "num_tokens": len(entries.tail_mass_N),
+        "codec_kl_nats": 0.0 if module.LOSSLESS else _codec_kl_nats(module, encoded, entries),
     }
     facts["index_crc32"] = _crc32_index(facts, tensors)
     for stream, ranges in encoded.streams.items():
@@ -128,6 +130,19 @@ def _crc32_index(facts: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) 
     for name in sorted(tensors):
         crc = zlib.crc32(np.ascontiguousarray(tensors[name]).data, zlib.crc32(name.encode(), crc))
     return crc
+
+
+def _codec_kl_nats(codec: Codec, encoded: Encoded, entries: Entries) -> float:
+    """What a lossy codec costs, by decoding: the mean of Σ p·(log p - log q) - p + q over the entries of a token."""
+    state, total = codec.prepare(encoded.tables, entries.vocab_size), 0.0
+    for row, (ids_NK, logprobs_NK) in enumerate(entries.rows()):
+        decoded_ids_NK, decoded_NK = np.empty_like(ids_NK), np.empty_like(logprobs_NK)
+        ranges = {stream: encoded.streams[stream][row] for stream in codec.STREAMS}
+        codec.decode(state, ranges, decoded_ids_NK, decoded_NK)
+        filled_NK = ~np.isneginf(logprobs_NK)
+        log_p, log_q = (array[filled_NK].astype(np.float64) for array in (logprobs_NK, decoded_NK))
+        total += float((np.exp(log_p) * (log_p - log_q) - np.exp(log_p) + np.exp(log_q)).sum())
+    return total / max(1, len(entries.tail_mass_N))
 
 
 def _need(condition: bool, complaint: str) -> None:
