@@ -230,6 +230,20 @@ def _dataset_input(dataset: Dataset) -> Any:
     return DatasetInput(entity, [InputTag("mlflow.data.context", dataset.context)])
 
 
+def find_pair(pair: str, fingerprint: str) -> str | None:
+    """Run id of the row of (``pair``, ``fingerprint``); None where the store has none, or isn't there."""
+    local = main_checkout().resolve() / "mlflow.db"
+    if tracking_uri() == f"sqlite:///{local}" and not local.is_file():
+        return None  # asking would make an empty one
+    with _store() as client:
+        experiment = client.get_experiment_by_name(PAIRS)
+        if experiment is None:
+            return None
+        query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
+        found = client.search_runs([experiment.experiment_id], query, max_results=1)
+    return str(found[0].info.run_id) if found else None
+
+
 def run_link(run_id: str) -> str:
     """Address of one run's page while `make ui` runs."""
     experiment_id = _experiment_of(run_id)

@@ -1,0 +1,104 @@
+"""The last screen of `make repro`: what came out, where it lies, what to try next. `python -m pipeline.last_screen`."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from alambique.core.params import Params
+from alambique.report import cost_rows, quality_rows
+from pipeline import tracking
+
+_WIDTH = 100
+
+
+def show(results: Path = Path("results"), console: Console | None = None) -> None:
+    """Print one table per pair whose report exists, and what to do with it.
+
+    Args:
+        results: the folder of results.
+        console: where to print; stdout, 100 columns wide where it isn't a terminal.
+    """
+    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    params = Params.load()
+    pairs = params.keys("pairs")
+    reports = [path for pair in pairs if (path := results / "report" / f"{pair}.json").is_file()]
+    for path in reports:
+        _show_pair(console, json.loads(path.read_text()), path.with_suffix(".md"))
+    if reports:
+        _print(console, "try next", _ideas(pairs, params))
+    else:
+        console.print("No pair has a report yet: `make repro` without T= makes them all.")
+
+
+def _show_pair(console: Console, summary: dict[str, Any], page: Path) -> None:
+    console.print()
+    console.print(_table(summary))
+    model = f"artifacts/distill/{summary['pair']}"
+    lines = [
+        ("model", [model]),
+        ("load it", [f'transformers.AutoModelForCausalLM.from_pretrained("{model}")']),
+        ("report", [str(page)]),
+    ]
+    for label, text in lines:
+        _print(console, label, text)
+    with contextlib.suppress(*tracking.failures()):  # a broken store must not hide the result
+        run_id = tracking.find_pair(summary["pair"], summary["fingerprint"])
+        if run_id is not None:
+            _print(console, "MLflow", ["`make ui`, then", tracking.run_link(run_id)])
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    """Quality above, cost below: teacher, student before, student after."""
+    shares = summary["gap_recovered"]
+    kl = f"KL to the teacher {-shares['kl_nats']:+.0%}, " if "kl_nats" in shares else ""
+    change = summary["agreement"]["after"] - summary["agreement"]["before"]
+    student = summary["student"]
+    table = Table(
+        title=f"{summary['pair']}: {kl}agreement {change:+.3f}",
+        title_style="bold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption="± one standard error; differences below two of them say nothing",
+        caption_justify="left",
+    )
+    table.add_column("")
+    for who in ("teacher", "student before", "student after"):
+        table.add_column(who, justify="right", no_wrap=True)
+    for label, *cells in quality_rows(summary):
+        table.add_row(label, *cells[:-1], Text(cells[-1], style="bold"))
+    table.add_section()
+    sizes = [f"{student[name]:,}" for name in ("teacher_parameters", "num_parameters", "num_parameters")]
+    table.add_row("parameters", *sizes)
+    for label, captured, trained in cost_rows(summary):
+        table.add_row(label, captured, "", trained)
+    return table
+
+
+def _ideas(pairs: list[str], params: Params) -> list[str]:
+    rows = int(params.get("prepare").get("train_rows", 0))
+    ideas = [
+        f"more text: prepare.train_rows: {rows} -> {4 * rows} in params.yaml, then `make repro`",
+        f"a smaller student: copy pairs.{pairs[0]} under a new name and drop more layers; the cache is reused",
+        "a real pair: cp presets/llama31_8b_pruned_3b.yaml params.yaml && make repro   (one large GPU)",
+    ]
+    return ideas[0 if rows else 1 :]
+
+
+def _print(console: Console, label: str, lines: Iterable[str]) -> None:
+    """A label and lines beside it, never wrapped or shortened: they are there to be copied."""
+    for line in lines:
+        console.print(Text(f"{label:<10}", style="bold cyan") + Text(line), soft_wrap=True)
+        label = ""
+
+
+if __name__ == "__main__":
+    show()

@@ -1,0 +1,97 @@
+"""Stage report@PAIR: one JSON, one page with plots, and one row in MLflow."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alambique import plots
+from alambique.core.files import atomic_folder, write_bytes, write_json
+from alambique.core.params import Config, Params, validate
+from alambique.report import mlflow_metrics, page, read_curve, summarise
+from pipeline import tracking
+from pipeline.job import job_main
+
+RESULTS = Path("results")
+
+
+class Settings(Config):
+    """What a report is about: everything that was set, flat, for MLflow's columns."""
+
+    teacher: str
+    benchmarks: list[str]
+    flat: dict[str, Any]
+
+
+def settings(params: Params, pair: str) -> Settings:
+    """Read all sections; what the pair and its teacher override is already merged in ``flat``."""
+    entry, benchmarks = params.get(f"pairs.{pair}"), params.keys("evaluate.benchmarks")
+    teacher = str(entry["teacher"])
+    overrides = {"student": entry["student"], "distill": entry["distill"]}
+    model = params.get(f"teachers.{teacher}")
+    flat: dict[str, Any] = {"pair": pair, "teacher": teacher, "teacher.model": model["model"]}
+    for section in ("prepare", "teacher", "student", "distill", "evaluate", "report"):
+        flat |= _flatten(section, params.get(section))
+    for section, values in {**overrides, "teacher": model["capture"]}.items():
+        flat |= _flatten(section, values)
+    values = {"teacher": teacher, "benchmarks": benchmarks, "flat": flat}
+    return validate(Settings, values, f"{params.source}: pairs.{pair}")
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {name: leaf for key, inner in value.items() for name, leaf in _flatten(f"{prefix}.{key}", inner).items()}
+
+
+def run(pair: str) -> None:
+    """Write results/report/PAIR.json, PAIR.md and PAIR/*.svg, then the pair's row in MLflow."""
+    config = settings(Params.load(), pair)
+    summary = summarise(RESULTS, pair, config.teacher, config.benchmarks)
+    summary["fingerprint"] = tracking.chain_fingerprint(pair)
+    curve = RESULTS / "distill" / f"{pair}_curve.csv"
+    target, images = RESULTS / "report", {}
+    with atomic_folder(target / pair) as folder:
+        for name, (title, svg) in _plots(summary, curve).items():
+            write_bytes(folder / f"{name}.svg", svg)
+            images[title] = f"{pair}/{name}.svg"
+    write_bytes(target / f"{pair}.md", page(summary, images, f"artifacts/distill/{pair}").encode())
+    write_json(target / f"{pair}.json", summary)
+    _record(pair, config, summary, [curve, target / f"{pair}.md", target / f"{pair}.json", target / pair])
+
+
+def _plots(summary: dict[str, Any], curve: Path) -> dict[str, tuple[str, bytes]]:
+    return {
+        "loss": ("Training loss", plots.loss_curve(read_curve(curve))),
+        "kl": ("KL from the teacher", plots.divergence(summary["kl_nats"], summary["stderr"]["kl_nats"])),
+        "accuracy": ("Benchmarks", plots.accuracy(summary["benchmarks"])),
+    }
+
+
+def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Path]) -> None:
+    """Write the row; files are logged one by one, a folder's too."""
+    hashes = tracking.dvc_hashes(pair)
+    tags = {"teacher": config.teacher, "model_path": str(Path(f"artifacts/distill/{pair}").resolve())}
+    tags |= {f"dvc:{path}": md5 for path, md5 in hashes.items() if path.startswith("artifacts/")}
+    datasets = [
+        tracking.Dataset(name, hashes[path], path, "distill")
+        for name, path in (
+            ("prepared data", f"artifacts/prepare/{config.teacher}"),
+            ("teacher's cache", f"artifacts/teacher/{config.teacher}"),
+        )
+        if path in hashes
+    ]
+    files = [file for path in files for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    tracking.record_pair(
+        pair,
+        summary["fingerprint"],
+        config.flat,
+        mlflow_metrics(summary),
+        tags,
+        [*files, Path("params.yaml")],
+        datasets,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(job_main(run))

@@ -1,0 +1,227 @@
+"""What a distillation was worth, from the JSON files of its stages: one summary, one page, flat metrics."""
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alambique.core.errors import UserError
+from alambique.core.files import read_json
+
+_WHO = ("teacher", "before", "after")
+_FOLDERS = {"teacher": "teacher", "before": "student", "after": "distill"}
+_REMEDY = "Run `make repro`, or `dvc repro report@PAIR`."
+_TEACHER = ("tokens_per_s", "peak_mib", "cache_bytes_per_token", "num_tokens", "seconds", "cache_bytes")
+_DISTILL = ("tokens_per_s", "peak_mib", "tflop_per_s", "seconds", "num_tokens", "loss_impl", "steps", "loss_nats")
+
+
+def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str]) -> dict[str, Any]:
+    """Gather what the stages measured about one pair.
+
+    Args:
+        results: the folder of results, usually ``results``.
+        pair: key of the pair.
+        teacher: key of its teacher.
+        benchmarks: keys of ``evaluate.benchmarks``.
+
+    Returns:
+        JSON-ready: ``kl_nats``, ``agreement`` ({before, after}), ``perplexity`` ({teacher, before, after}), ``stderr``
+        of these three in the same shape, ``calibration_error``, ``benchmarks.<name>.<teacher|before|after>`` =
+        {metric, value, stderr, n} with ``benchmarks.<name>.chance``, ``gap_recovered``, and what ``teacher``,
+        ``student``, ``distill`` and ``evaluate`` cost.
+
+    Raises:
+        UserError: a result is missing, or lacks a figure.
+    """
+    heldout = read_json(results / "evaluate" / "heldout" / f"{pair}.json", _REMEDY)
+    rows = {name: _benchmark(results, pair, teacher, name) for name in benchmarks}
+    summary: dict[str, Any] = {
+        "pair": pair,
+        "kl_nats": heldout["kl_nats"],
+        "agreement": heldout["agreement"],
+        "perplexity": heldout["perplexity"],
+        "calibration_error": heldout["calibration_error"],
+        "stderr": heldout["stderr"],
+        "heldout_tokens": heldout["num_tokens"],
+        "benchmarks": rows,
+        "teacher": {"key": teacher, **_figures(results / "teacher" / f"{teacher}.json", _TEACHER)},
+        "student": _figures(results / "student" / f"{pair}.json", ("num_parameters", "teacher_parameters")),
+        "distill": _figures(results / "distill" / f"{pair}.json", _DISTILL),
+        "models": heldout["models"],
+    }
+    summary["gap_recovered"] = gap_recovered(summary)
+    return summary
+
+
+def _benchmark(results: Path, pair: str, teacher: str, name: str) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for who in _WHO:
+        key = teacher if who == "teacher" else pair
+        found = read_json(results / "evaluate" / _FOLDERS[who] / key / f"{name}.json", _REMEDY)
+        row[who] = {field: found[field] for field in ("metric", "value", "stderr", "n")}
+        row["chance"] = found["chance"]
+    return row
+
+
+def _figures(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    found = read_json(path, _REMEDY)
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UserError(f"{path} has no {', '.join(missing)}: it is of another version. {_REMEDY}")
+    return {name: found[name] for name in names}
+
+
+def gap_recovered(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The share of the distance between untrained student and teacher that training closed, by name.
+
+    For KL and agreement the teacher's own values are 0 and 1. A benchmark counts only if the student was worse than
+    its teacher by more than two standard errors: a share of a gap that isn't there would be noise.
+    """
+    kl, agreement = summary["kl_nats"], summary["agreement"]
+    shares = {}
+    if kl["before"] > 0:
+        shares["kl_nats"] = 1 - kl["after"] / kl["before"]
+    if agreement["before"] < 1:
+        shares["agreement"] = (agreement["after"] - agreement["before"]) / (1 - agreement["before"])
+    for name, row in summary["benchmarks"].items():
+        gap = row["teacher"]["value"] - row["before"]["value"]
+        noise = math.hypot(row["teacher"]["stderr"] or 0.0, row["before"]["stderr"] or 0.0)
+        if gap > 2 * noise > 0:
+            shares[name] = (row["after"]["value"] - row["before"]["value"]) / gap
+    return shares
+
+
+def read_curve(path: Path) -> list[dict[str, float]]:
+    """The loss curve that training wrote: one mapping per step, column name -> number."""
+    try:
+        with path.open(newline="") as stream:
+            points = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist. {_REMEDY}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} is not a table of numbers ({error}): run distill again.") from error
+    if not points:
+        raise UserError(f"{path} has no rows: run distill again.")
+    return points
+
+
+def quality_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """The table of results: (what, teacher, before, after), formatted, with standard errors where they exist."""
+    stderr = summary["stderr"]
+    rows = [
+        ("KL from the teacher, nats ↓", "0", *_pair(summary["kl_nats"], stderr["kl_nats"], 3)),
+        ("top-1 agreement ↑", "1", *_pair(summary["agreement"], stderr["agreement"], 3)),
+        (
+            "perplexity ↓",
+            _plus_minus(summary["perplexity"]["teacher"], stderr["perplexity"]["teacher"], 1),
+            *_pair(summary["perplexity"], stderr["perplexity"], 1),
+        ),
+    ]
+    for name, row in summary["benchmarks"].items():
+        values = (_plus_minus(row[who]["value"], row[who]["stderr"], 3) for who in _WHO)
+        chance = "" if row["chance"] is None else f", chance {row['chance']:g}"
+        teacher, before, after = values
+        rows.append((f"{name} {row['after']['metric']} ↑ (n {row['after']['n']:,}{chance})", teacher, before, after))
+    return rows
+
+
+def cost_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The table of costs: (what, capturing the teacher, training the student), formatted."""
+    teacher, distill = summary["teacher"], summary["distill"]
+    return [
+        ("tokens", f"{teacher['num_tokens']:,}", f"{distill['num_tokens']:,}"),
+        ("tokens per second", f"{teacher['tokens_per_s']:,.0f}", f"{distill['tokens_per_s']:,.0f}"),
+        ("seconds", f"{teacher['seconds']:,.1f}", f"{distill['seconds']:,.1f}"),
+        ("peak memory, MiB", f"{teacher['peak_mib']:,.0f}", f"{distill['peak_mib']:,.0f}"),
+        ("teacher's cache, bytes per token", f"{teacher['cache_bytes_per_token']:,.1f}", "-"),
+        ("TFLOP per second", "-", f"{distill['tflop_per_s']:,.3g}"),
+    ]
+
+
+def _pair(values: Mapping[str, float], stderr: Mapping[str, float | None], digits: int) -> tuple[str, str]:
+    before, after = (_plus_minus(values[who], stderr.get(who), digits) for who in ("before", "after"))
+    return before, after
+
+
+def _plus_minus(value: float, stderr: float | None, digits: int) -> str:
+    return f"{value:.{digits}f}" + (f" ± {stderr:.{digits}f}" if stderr is not None else "")
+
+
+def page(summary: Mapping[str, Any], plots: Mapping[str, str], model_folder: str) -> str:
+    """The report as Markdown.
+
+    Args:
+        summary: what :func:`summarise` returned, with ``fingerprint``.
+        plots: title -> path of an SVG, relative to the page.
+        model_folder: where the distilled model lies.
+    """
+    student, teacher, distill = summary["student"], summary["teacher"], summary["distill"]
+    smaller = student["num_parameters"] / student["teacher_parameters"]
+    recovered = ", ".join(f"{name} {share:.0%}" for name, share in summary["gap_recovered"].items()) or "-"
+    images = "\n\n".join(f"![{title}]({path})" for title, path in plots.items())
+    return f"""# {summary["pair"]}
+
+A student of {student["num_parameters"]:,} parameters ({smaller:.0%} of its teacher `{teacher["key"]}`) was trained on
+{distill["num_tokens"]:,} tokens in {distill["steps"]:,} steps against the teacher's cached top tokens
+(loss: `{distill["loss_impl"]}`). The result lies in `{model_folder}`.
+
+## Quality
+
+{_markdown(("", "teacher", "student before", "student after"), quality_rows(summary))}
+
+Held-out figures are over {summary["heldout_tokens"]:,} tokens and the whole vocabulary. ± is one standard error:
+differences of less than two of them say nothing. Share of the gap to the teacher that training closed: {recovered}.
+Benchmarks on which student and teacher don't clearly differ at the start have no such share.
+
+{images}
+
+## Cost
+
+{_markdown(("", "teacher (once)", "training"), cost_rows(summary))}
+
+## Lineage
+
+{_markdown(("what", "which"), _lineage(summary))}
+"""
+
+
+def _lineage(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    names = {"teacher": "teacher", "before": "student before training", "after": "student after training"}
+    rows = [
+        (names[who], f"`{model['uri']}` {model.get('sha256') or model.get('manifest_sha256', '')}".strip())
+        for who, model in summary["models"].items()
+    ]
+    return [*rows, ("fingerprint of the chain", f"`{summary.get('fingerprint', '')}`")]
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    align = ["---", *("---:" for _ in header[1:])] if len(header) > 2 else ["---"] * len(header)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, align, *rows))
+
+
+def mlflow_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Flat metrics for one row of a table of runs; slashes group them."""
+    teacher, distill = summary["teacher"], summary["distill"]
+    metrics = {
+        **{f"teacher/{name}": teacher[name] for name in ("tokens_per_s", "peak_mib", "cache_bytes_per_token")},
+        **{f"distill/{name}": distill[name] for name in ("tokens_per_s", "peak_mib", "tflop_per_s", "seconds")},
+        "distill/loss_nats": distill["loss_nats"]["last"],
+        "student/num_parameters": summary["student"]["num_parameters"],
+        "total/seconds": teacher["seconds"] + distill["seconds"],
+    }
+    for name in ("kl_nats", "agreement", "perplexity"):
+        for who, value in summary[name].items():
+            metrics[f"eval/{name}{_suffix(who)}"] = value
+    for name, row in summary["benchmarks"].items():
+        for who in _WHO:
+            metrics[f"eval/{name}_{row[who]['metric']}{_suffix(who)}"] = row[who]["value"]
+            if row[who]["stderr"] is not None:
+                metrics[f"eval/{name}_stderr{_suffix(who)}"] = row[who]["stderr"]
+    for name, share in summary["gap_recovered"].items():
+        metrics[f"gap_recovered/{name}"] = share
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _suffix(who: str) -> str:
+    return "" if who == "after" else f"_{who}"
