@@ -58,6 +58,15 @@ def run(pair: str) -> None:
 
     SIGTERM saves a checkpoint and exits with status 75; the same command then continues from it.
     """
+    with _stop_on_sigterm() as stop:
+        try:
+            _run(pair, stop)
+        except Interrupted as interrupted:
+            print(interrupted, file=sys.stderr)
+            raise SystemExit(EXIT_RESUMABLE) from interrupted
+
+
+def _run(pair: str, stop: threading.Event) -> None:
     resolved = settings(Params.load(), pair)
     inputs = Inputs.open(resolved.teacher, pair)
     out = Path(f"artifacts/distill/{pair}")
@@ -67,34 +76,29 @@ def run(pair: str) -> None:
     tokenizer = load_tokenizer(inputs.student)
     student = SplitModel(load_model(inputs.student, dtype="float32", device=device, attention=config.attention))
     student.check()
-    with _stop_on_sigterm() as stop:
-        try:
-            result = distill(
-                student,
-                inputs.data.train,
-                inputs.cache,
-                config,
-                vocab_size=inputs.vocab_size,
-                scratch=scratch,
-                device=device,
-                stop=stop.is_set,
-            )
-        except Interrupted as interrupted:
-            print(interrupted, file=sys.stderr)
-            raise SystemExit(EXIT_RESUMABLE) from interrupted
-        lineage = inputs.lineage()
-        facts = {
-            "created_by": "alambique distill",
-            "config": config.model_dump(mode="json"),
-            "lineage": lineage,
-            "tokenizer_sha256": inputs.student_manifest["tokenizer_sha256"],
-            "vocab_size": inputs.vocab_size,
-            "versions": versions(),
-            "device": device_name(device),
-        }
-        export_model(student.model, tokenizer, out, config.precision, model_card(pair, result, config, lineage), facts)
-        _write_results(pair, result, device_name(device))
-        shutil.rmtree(scratch)
+    result = distill(
+        student,
+        inputs.data.train,
+        inputs.cache,
+        config,
+        vocab_size=inputs.vocab_size,
+        scratch=scratch,
+        device=device,
+        stop=stop.is_set,
+    )
+    lineage = inputs.lineage()
+    facts = {
+        "created_by": "alambique distill",
+        "config": config.model_dump(mode="json"),
+        "lineage": lineage,
+        "tokenizer_sha256": inputs.student_manifest["tokenizer_sha256"],
+        "vocab_size": inputs.vocab_size,
+        "versions": versions(),
+        "device": device_name(device),
+    }
+    export_model(student.model, tokenizer, out, config.precision, model_card(pair, result, config, lineage), facts)
+    _write_results(pair, result, device_name(device))
+    shutil.rmtree(scratch, ignore_errors=True)  # checkpoints have served; a run of one stop may have made none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +144,9 @@ class Inputs:
     def lineage(self) -> dict[str, str]:
         """Where the result comes from: sources by URI, folders by the hash of their manifest, code by its hash."""
         prepared, captured, student = (sha256_file(path) for path in self.manifests)
+        identity = self.cache.manifest["identity"]
         return {
+            "teacher": f"`{identity['teacher']}` (sha256 {identity['teacher_sha256']}), run in {identity['dtype']}",
             "student before training": _sources(self.student_manifest),
             "corpus": _sources(self.data.manifest),
             "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, top {self.cache.top_k}",

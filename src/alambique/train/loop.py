@@ -205,7 +205,7 @@ def _result(
         data_wait_share=meters.data_wait_seconds / meters.seconds,
         checkpoint_seconds=meters.checkpoint_seconds,
         peak_mib=peak_memory_mib,
-        loss_impl=config.impl,
+        loss_impl=meters.loss_impl,
         micro_batch_rows=run.micro_batch_rows,
         resumed_from_step=first_step,
         curve=run.curve,

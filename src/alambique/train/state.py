@@ -33,6 +33,7 @@ class Meters:
     """What the completed steps have used, across interruptions; steps that were lost and repeated count once.
 
     ``flops_per_row`` is counted, not estimated: forward, loss and backward as executed, recomputation included.
+    ``loss_impl`` is the path of the loss that ran, also when the configuration says auto.
     """
 
     seconds: float = 0.0
@@ -40,6 +41,7 @@ class Meters:
     checkpoint_seconds: float = 0.0
     num_target_tokens: int = 0
     flops_per_row: float = 0.0
+    loss_impl: str = ""
 
 
 @dataclass

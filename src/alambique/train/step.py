@@ -81,11 +81,11 @@ def _accumulate(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
             if setup.stop():
                 return None
             with _counted_flops(run, micro.num_rows):
-                losses += _micro_step(setup, micro, max(1, batch.num_target_tokens))
+                losses += _micro_step(setup, run, micro, max(1, batch.num_target_tokens))
     return losses
 
 
-def _micro_step(setup: Setup, micro: MicroBatch, denominator: int) -> Tensor:
+def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int) -> Tensor:
     """Forward, loss and backward of one micro-batch; returns its share of the step's loss, kd and ce."""
     if len(micro.labels_N) == 0:
         return torch.zeros(3, device=setup.device)
@@ -107,6 +107,7 @@ def _micro_step(setup: Setup, micro: MicroBatch, denominator: int) -> Tensor:
             impl=setup.config.impl,
         )
         torch.autograd.backward(output.loss)
+    run.meters.loss_impl = output.impl
     assert output.ce is not None  # labels were given
     return torch.stack([output.loss.detach(), output.kd, output.ce])
 

@@ -1,0 +1,238 @@
+"""The distill stage on a tiny Llama: what it ships, what it refuses, and that a stop changes nothing but the clock."""
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from alambique.core.errors import UserError
+from alambique.core.files import read_json, sha256_file, write_json, write_manifest
+from alambique.core.params import Params
+from alambique.core.progress import PROGRESS_FILE
+from alambique.core.sources import content_sha256
+from alambique.data.dataset import PackedRows
+from alambique.models.load import load_tokenizer, tokenizer_sha256
+from pipeline import distill, student, teacher
+from tests.tiny_models import save_model, tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+ROWS, SEQ_LEN, VOCAB, STEPS = 12, 16, 300, 6
+OUT, RESULTS = Path("artifacts/distill/half"), Path("results/distill/half.json")
+CURVE = Path("results/distill/half_curve.csv")
+
+
+def make_rows(rows: int, seed: int) -> PackedRows:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(6, VOCAB, (rows, SEQ_LEN), generator=generator, dtype=torch.int32)
+    documents = (torch.arange(SEQ_LEN) >= 7).to(torch.int32).repeat(rows, 1)
+    mask = torch.ones(rows, SEQ_LEN, dtype=torch.bool)
+    mask[:, [6, 15]] = False
+    return PackedRows(ids, documents, mask)
+
+
+def params() -> dict[str, Any]:
+    return {
+        "prepare": {},
+        "teacher": {"top_k": 12, "dtype": "float32"},
+        "student": {},
+        "distill": {"steps": STEPS, "rows_per_step": 4, "micro_batch_rows": 2, "learning_rate": 1e-2,
+                    "checkpoint_every_steps": 1},
+        "teachers": {"big": {"model": f"file:model#sha256={content_sha256(Path('model'))}", "capture": {}}},
+        "pairs": {"half": {"teacher": "big", "student": {"drop_layers": [1, 2]},
+                           "distill": {"loss": {"ce_weight": 0.1}}}},
+    }  # fmt: skip
+
+
+def prepare_by_hand(tokenizer_hash: str) -> None:
+    folder = Path("artifacts/prepare/big")
+    folder.mkdir(parents=True)
+    splits = {}
+    for seed, (name, num_rows) in enumerate({"train": ROWS, "valid": 2}.items()):
+        rows = make_rows(num_rows, seed)
+        rows.save(folder / f"{name}.safetensors")
+        splits[name] = {"rows": num_rows, "target_tokens": rows.num_target_tokens}
+    sources = [{"uri": "file:corpus.txt", "sha256": "5" * 64}]
+    facts = {"tokenizer_sha256": tokenizer_hash, "vocab_size": VOCAB, "seq_len": SEQ_LEN, "splits": splits}
+    write_manifest(folder, {**facts, "sources": sources})
+
+
+@pytest.fixture(scope="module")
+def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which prepare, teacher and student have run."""
+    root = tmp_path_factory.mktemp("upstream")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for name in ("DVC_ROOT", "ALAMBIQUE_WORK", "ALAMBIQUE_ASSETS"):
+            patch.delenv(name, raising=False)
+        for name in ("src", "pipeline", "dvc.yaml"):
+            Path(name).symlink_to(ROOT / name)
+        save_model(Path("model"), tiny_model(LlamaConfig, num_hidden_layers=4), tiny_tokenizer())
+        prepare_by_hand(tokenizer_sha256(load_tokenizer(Path("model"))))
+        YAML().dump(params(), Path("params.yaml"))
+        teacher.run("big")
+        student.run("half")
+    return root
+
+
+@pytest.fixture
+def project(upstream: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "project"
+    shutil.copytree(upstream, root, symlinks=True)
+    monkeypatch.chdir(root)
+    for name in ("DVC_ROOT", "ALAMBIQUE_WORK", "ALAMBIQUE_ASSETS"):
+        monkeypatch.delenv(name, raising=False)
+    return root
+
+
+def shipped() -> dict[str, bytes]:
+    """What must come out the same whatever happened on the way."""
+    return {path.name: path.read_bytes() for path in [*sorted(OUT.iterdir()), CURVE]}
+
+
+@pytest.fixture(scope="module")
+def whole(upstream: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an uninterrupted run ships."""
+    root = tmp_path_factory.mktemp("whole") / "project"
+    shutil.copytree(upstream, root, symlinks=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        distill.run("half")
+        return shipped()
+
+
+def test_the_student_loads_and_generates(project: Path) -> None:
+    distill.run("half")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(OUT), AutoTokenizer.from_pretrained(OUT)
+    assert model.dtype == torch.bfloat16
+    assert model.config.num_hidden_layers == 2
+    assert model.get_input_embeddings().weight.shape[0] == 320
+    prompt = tokenizer("the cat", return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert written.shape[1] == prompt["input_ids"].shape[1] + 5
+    before = AutoModelForCausalLM.from_pretrained("artifacts/student/half", dtype=torch.bfloat16)
+    assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
+
+
+def test_results_and_lineage(project: Path) -> None:
+    distill.run("half")
+    results = read_json(RESULTS)
+    assert results["steps"] == STEPS
+    assert results["num_tokens"] == STEPS * 4 * SEQ_LEN
+    assert results["num_target_tokens"] == STEPS * 4 * (SEQ_LEN - 2)
+    for name in ("tokens_per_s", "target_tokens_per_s", "tflop_per_s", "peak_mib", "seconds"):
+        assert results[name] > 0, name
+    assert results["loss_impl"] == "fused"
+    with CURVE.open() as stream:
+        curve = list(csv.DictReader(stream))
+    columns = ["step", "tokens", "loss_nats", "kd_nats", "ce_nats", "learning_rate", "grad_norm"]
+    assert list(curve[0]) == columns
+    assert [int(point["step"]) for point in curve] == list(range(1, STEPS + 1))
+    for point in curve:
+        mixed = float(point["kd_nats"]) + 0.1 * float(point["ce_nats"])
+        assert float(point["loss_nats"]) == pytest.approx(mixed, rel=1e-5)
+    assert results["loss_nats"] == {"first": float(curve[0]["loss_nats"]), "last": float(curve[-1]["loss_nats"])}
+    manifest = read_json(OUT / "manifest.json")
+    for name, recorded in manifest["files"].items():
+        assert sha256_file(OUT / name) == recorded["sha256"]
+    assert manifest["config"]["loss"]["ce_weight"] == 0.1
+    card = (OUT / "README.md").read_text()
+    for said in (params()["teachers"]["big"]["model"], "file:corpus.txt", *manifest["lineage"].values()):
+        assert said in card
+    assert "ce_weight = 0.1" in card
+    assert not list(Path(".work/distill").iterdir())  # checkpoints went when the model was in place
+
+
+def test_a_second_run_ships_the_same_bytes(project: Path, whole: dict[str, bytes]) -> None:
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "manifest.json"} <= set(whole)
+    distill.run("half")
+    assert shipped() == whole
+
+
+def wait_for_steps(progress: Path, steps: int, process: subprocess.Popen[str]) -> None:
+    while not (progress.exists() and progress.read_text().count("loss_nats") >= steps):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_a_stop_is_resumable_and_leaves_no_trace(project: Path, whole: dict[str, bytes]) -> None:
+    progress = project / "progress"
+    environment = {**os.environ, PROGRESS_FILE: str(progress), "PYTHONPATH": str(project)}
+    command = [sys.executable, "-m", "pipeline.distill", "half"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(progress, 1, process)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # orchestrators repeat themselves
+    _, stderr = process.communicate()
+    assert process.returncode == 75, stderr
+    assert "; the same command continues from there" in stderr.splitlines()[-1]
+    assert not OUT.exists()
+    distill.run("half")
+    assert read_json(RESULTS)["resumed_from_step"] >= 1
+    assert shipped() == whole
+
+
+def test_other_settings_never_resume_from_these_checkpoints(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: Any) -> None:
+        raise UserError("no space")
+
+    monkeypatch.setattr(distill, "export_model", full_disk)
+    with pytest.raises(UserError, match="no space"):
+        distill.run("half")
+    changed = params()
+    changed["pairs"]["half"]["distill"]["seed"] = 1
+    YAML().dump(changed, Path("params.yaml"))
+    monkeypatch.undo()
+    monkeypatch.chdir(project)
+    distill.run("half")
+    assert read_json(RESULTS)["resumed_from_step"] == 0
+
+
+def test_it_reads_the_sections_that_it_says(project: Path) -> None:
+    read = Params(params())
+    resolved = distill.settings(read, "half")
+    assert set(read.reads) == {"distill", "pairs.half.distill", "pairs.half.teacher"}
+    assert (resolved.distill.learning_rate, resolved.distill.loss.ce_weight) == (1e-2, 0.1)
+
+
+def test_other_data_than_the_cache_is_refused(project: Path) -> None:
+    folder = Path("artifacts/prepare/big")
+    make_rows(ROWS, seed=9).save(folder / "train.safetensors")
+    facts = {key: value for key, value in read_json(folder / "manifest.json").items() if key != "files"}
+    write_manifest(folder, facts)
+    with pytest.raises(UserError, match=r"artifacts/teacher/big holds other data from row 0 on: capture it again"):
+        distill.run("half")
+
+
+def test_another_vocabulary_than_the_cache_is_refused(project: Path) -> None:
+    path = Path("artifacts/student/half/manifest.json")
+    write_json(path, {**read_json(path), "vocab_size": 299})
+    with pytest.raises(UserError) as error:
+        distill.run("half")
+    assert str(error.value) == (
+        "artifacts/student/half shares 299 token ids with its teacher, but artifacts/teacher/big was captured over "
+        "300: run the student stage again (`dvc repro --force student@half`)."
+    )
+
+
+def test_a_missing_student_is_one_sentence(project: Path) -> None:
+    shutil.rmtree("artifacts/student")
+    with pytest.raises(UserError, match=r"artifacts/student/half/manifest.json does not exist. Run the student stage"):
+        distill.run("half")
+
+
+def test_too_small_a_disk_is_refused_before_training(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(project)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=10))
+    with pytest.raises(UserError, match=r"the distilled half needs about .* MiB in artifacts/distill, but 0 MiB"):
+        distill.run("half")

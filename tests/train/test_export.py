@@ -1,0 +1,62 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import make_config, make_student, train
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from alambique.train.export import export_model, model_card
+from tests.tiny_models import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_weights_are_shipped_as_training_computed_with_them(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, precision: str, dtype: torch.dtype
+) -> None:
+    trained = {name: p.detach().to(dtype) for name, p in make_student().model.named_parameters()}
+    export_model(make_student().model, tokenizer, tmp_path / "model", precision, "a card", {"made": "here"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.dtype == dtype
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, trained[name])
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    stored = load_file(tmp_path / "model/model.safetensors")
+    assert set(stored) == set(trained)  # a tied head is stored once
+    assert (tmp_path / "model/README.md").read_text() == "a card"
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for name in ("a", "b"):
+        export_model(make_student().model, tokenizer, tmp_path / name, "bf16", "a card", {"made": "here"})
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert [(tmp_path / "a" / name).read_bytes() for name in files] == [
+        (tmp_path / "b" / name).read_bytes() for name in files
+    ]
+
+
+def test_a_failed_export_leaves_the_old_model(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    export_model(make_student().model, tokenizer, tmp_path / "model", "bf16", "the old card", {})
+    with pytest.raises(TypeError):
+        export_model(make_student().model, tokenizer, tmp_path / "model", "bf16", "a new card", {"bad": object()})
+    assert (tmp_path / "model/README.md").read_text() == "the old card"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_card_tells_lineage_and_budget_and_no_time(tmp_path: Path) -> None:
+    config = make_config(loss={"tail": "renormalise"})
+    _, result = train(tmp_path, loss={"tail": "renormalise"})
+    card = model_card("a_pair", result, config, {"teacher": "`file:teacher`", "corpus": "`file:corpus`"})
+    assert "# a_pair\n" in card
+    assert "| teacher | `file:teacher` |\n| corpus | `file:corpus` |" in card
+    assert "forward_kl with tail `renormalise`" in card
+    assert f"{result.steps} steps of 4 rows; {result.num_tokens:,} tokens" in card
+    assert (
+        f"{result.curve[0].loss_nats:.4f} nats at the first step, {result.curve[-1].loss_nats:.4f} at the last" in card
+    )
+    assert f"{result.seconds:.1f}" not in card
