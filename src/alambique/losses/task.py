@@ -10,6 +10,7 @@ from torch import Tensor
 
 from alambique.core.errors import UserError
 from alambique.core.signal import DenseSignal, Signal, StatesSignal, TopKSignal
+from alambique.losses import divergence
 from alambique.losses.config import LossConfig
 
 IGNORED_LABEL = -100  # source: torch's cross_entropy
@@ -126,5 +127,10 @@ def _check_options(signal: Signal, labels_N: Tensor | None, config: LossConfig) 
         raise UserError("loss: ce_weight > 0 needs labels: pass labels_N, or set ce_weight: 0.")
     if not isinstance(signal, TopKSignal):
         return
+    if config.tail != "bucket" and divergence.load(config.divergence).ZERO_TEACHER_IS_INFINITE:
+        raise UserError(
+            f"loss: divergence: {config.divergence} is infinite with tail: {config.tail}, which leaves the teacher no "
+            "mass outside the kept entries: choose tail: bucket."
+        )
     if labels_N is None and config.tail == "residual_to_label":
         raise UserError("loss: tail: residual_to_label needs labels: pass labels_N, or choose tail: bucket.")
