@@ -37,8 +37,8 @@ def gradients_of(student: SplitModel) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in student.model.named_parameters() if p.grad is not None}
 
 
-def step_gradients(micro_batch_rows: int, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    student = make_student()
+def step_gradients(micro_batch_rows: int, tied: bool = True, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    student = make_student(tied)
     losses = add_gradients(make_setup(student, **changes), counted(micro_batch_rows), make_batch())
     assert losses is not None
     return losses, gradients_of(student)
@@ -54,10 +54,12 @@ def test_gradients_do_not_depend_on_the_micro_batch(micro_batch_rows: int) -> No
         torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-7)
 
 
-def test_gradients_are_those_of_the_plain_mean_over_target_tokens() -> None:
-    """The definition in a few lines: full logits, autograd, a tied head and the teacher's tail as one class."""
-    losses, gradients = step_gradients(2)
-    student, batch = make_student(), make_batch()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("impl", ["auto", "dense", "fused", "recompute"])
+def test_gradients_are_those_of_the_plain_mean_over_target_tokens(tied: bool, impl: str) -> None:
+    """The definition in a few lines: full logits, autograd, and the teacher's tail as one class."""
+    losses, gradients = step_gradients(2, tied, impl=impl)
+    student, batch = make_student(tied), make_batch()
     mask = batch.labels_RS != -100
     hidden_RSD = student.hidden(batch.input_ids_RS, batch.document_ids_RS)
     logq = (hidden_RSD[mask] @ student.head_weight_VD.T)[:, :VOCAB].double().log_softmax(-1)
@@ -70,6 +72,14 @@ def test_gradients_are_those_of_the_plain_mean_over_target_tokens() -> None:
     torch.testing.assert_close(losses, torch.stack([kd + 0.5 * ce, kd, ce]).float().detach())
     for name, gradient in gradients_of(student).items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    student = make_student(tied=False)
+    student.head_weight_VD.requires_grad_(False)
+    add_gradients(make_setup(student), counted(2), make_batch())
+    assert student.head_weight_VD.grad is None
+    assert "model.embed_tokens.weight" in gradients_of(student)
 
 
 def test_recomputed_activations_give_the_same_gradients() -> None:

@@ -105,11 +105,25 @@ def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int) -> 
             denominator=denominator,
             config=setup.loss,
             impl=setup.config.impl,
+            weight_grad_VD=_head_gradient(student, setup.config.impl),
         )
         torch.autograd.backward(output.loss)
     run.meters.loss_impl = output.impl
     assert output.ce is not None  # labels were given
     return torch.stack([output.loss.detach(), output.kd, output.ce])
+
+
+def _head_gradient(student: SplitModel, impl: str) -> Tensor | None:
+    """The head's ``.grad``, for the loss to add to: one [V, D] array less than if autograd did it.
+
+    Autograd still adds the embeddings' part of a tied weight. None where there is nothing to add, or no way.
+    """
+    weight_VD = student.head_weight_VD
+    if impl == "dense" or not weight_VD.requires_grad:
+        return None
+    if weight_VD.grad is None:
+        weight_VD.grad = torch.zeros_like(weight_VD)
+    return weight_VD.grad
 
 
 @contextlib.contextmanager
