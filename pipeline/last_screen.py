@@ -87,8 +87,8 @@ def _ideas(pairs: list[str], params: Params) -> list[str]:
     rows = int(params.get("prepare").get("train_rows", 0))
     ideas = [
         f"more text: prepare.train_rows: {rows} -> {4 * rows} in params.yaml, then `make repro`",
-        f"a smaller student: copy pairs.{pairs[0]} under a new name and drop more layers; the cache is reused",
-        "a real pair: cp presets/llama31_8b_pruned_3b.yaml params.yaml && make repro   (one large GPU)",
+        f"a smaller student: copy pairs.{pairs[0]} to a new name, drop more layers, `make repro`",
+        "a real pair, one GPU: cp presets/llama31_8b_pruned_3b.yaml params.yaml && make repro",
     ]
     return ideas[0 if rows else 1 :]
 

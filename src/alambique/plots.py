@@ -7,6 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 _INK = "#7d8590"  # contrast of about 4 with white and with near-black alike
 _COLOURS = {"teacher": "#8b7bd8", "before": "#e0833a", "after": "#22a38a"}
@@ -48,6 +49,7 @@ def loss_curve(points: Sequence[Mapping[str, float]]) -> bytes:
                 axes.plot(tokens, values, style, color=colour, label=label, marker="o", markersize=2.5)
         axes.set_title("Training loss")
         axes.set_xlabel("training tokens")
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.set_ylabel("nats per token")
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
@@ -78,6 +80,8 @@ def accuracy(benchmarks: Mapping[str, Mapping[str, Any]]) -> bytes:
         axes.set_xticks(range(len(benchmarks)), names)
         axes.set_title("Benchmarks, ± one standard error")
         axes.set_ylabel("accuracy" if str(first["metric"]).startswith("acc") else str(first["metric"]))
+        axes.margins(y=0.08)
+        axes.autoscale_view()
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -93,7 +97,7 @@ def divergence(kl_nats: Mapping[str, float], stderr: Mapping[str, float | None])
             axes.barh(place, value, height=0.6, color=_COLOURS[who], xerr=error, ecolor=_INK, capsize=3)
             axes.text(value + error, place, f"  {value:.3f}", va="center")
         axes.set_yticks((0, 1), (_LABELS["after"], _LABELS["before"]))
-        axes.set_title("Distance from the teacher: KL in nats per token, lower is better")
+        axes.set_title("KL from the teacher, nats per token: lower is better")
         axes.set_xlim(0, 1.15 * max(kl_nats[who] + (stderr.get(who) or 0.0) for who in ("before", "after")) or 1)
         axes.grid(axis="x")
         return _svg(figure)

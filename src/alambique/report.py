@@ -134,8 +134,8 @@ def cost_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("tokens per second", f"{teacher['tokens_per_s']:,.0f}", f"{distill['tokens_per_s']:,.0f}"),
         ("seconds", f"{teacher['seconds']:,.1f}", f"{distill['seconds']:,.1f}"),
         ("peak memory, MiB", f"{teacher['peak_mib']:,.0f}", f"{distill['peak_mib']:,.0f}"),
-        ("teacher's cache, bytes per token", f"{teacher['cache_bytes_per_token']:,.1f}", "-"),
-        ("TFLOP per second", "-", f"{distill['tflop_per_s']:,.3g}"),
+        ("teacher's cache, bytes per token", f"{teacher['cache_bytes_per_token']:,.1f}", ""),
+        ("TFLOP per second", "", f"{distill['tflop_per_s']:,.3g}"),
     ]
 
 

@@ -1,0 +1,145 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alambique.core.errors import UserError
+from alambique.report import cost_rows, gap_recovered, mlflow_metrics, page, quality_rows, read_curve, summarise
+from tests.tiny_results import BENCHMARKS, CURVE, write_results
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    return write_results(tmp_path)
+
+
+@pytest.fixture
+def summary(results: Path) -> dict[str, Any]:
+    return summarise(results, "p", "t", BENCHMARKS)
+
+
+def test_the_summary_keeps_its_contract(summary: dict[str, Any]) -> None:
+    for name in ("kl_nats", "agreement", "perplexity"):
+        assert {"before", "after"} <= set(summary[name])
+    assert summary["perplexity"]["teacher"] == 26.8
+    for name in BENCHMARKS:
+        for who in ("teacher", "before", "after"):
+            assert set(summary["benchmarks"][name][who]) == {"metric", "value", "stderr", "n"}
+    assert {who: summary["benchmarks"]["boolq"][who]["value"] for who in ("teacher", "before", "after")} == {
+        "teacher": 0.8,
+        "before": 0.5,
+        "after": 0.74,
+    }
+    assert {"tokens_per_s", "peak_mib", "cache_bytes_per_token", "num_tokens"} <= set(summary["teacher"])
+    assert {"tokens_per_s", "peak_mib", "tflop_per_s", "seconds", "num_tokens", "loss_impl"} <= set(summary["distill"])
+    json.dumps(summary, allow_nan=False)
+
+
+def test_the_gap_counts_only_where_there_is_one(summary: dict[str, Any]) -> None:
+    shares = gap_recovered(summary)
+    assert shares == {
+        "kl_nats": pytest.approx(0.5),
+        "agreement": pytest.approx(0.2),
+        "boolq": pytest.approx(0.8),
+    }  # mmlu: teacher and student are equal
+    summary["benchmarks"]["mmlu"]["teacher"]["value"] += 0.03  # within two standard errors of 0.022 each
+    assert "mmlu" not in gap_recovered(summary)
+    summary["benchmarks"]["mmlu"]["before"]["stderr"] = summary["benchmarks"]["mmlu"]["teacher"]["stderr"] = None
+    assert "mmlu" not in gap_recovered(summary)  # without an error nothing says that a gap is real
+
+
+def test_a_student_equal_to_its_teacher_has_no_gap(summary: dict[str, Any]) -> None:
+    summary["kl_nats"], summary["agreement"] = {"before": 0.0, "after": 0.0}, {"before": 1.0, "after": 1.0}
+    summary["benchmarks"] = {}
+    assert gap_recovered(summary) == {}
+
+
+def test_tables_show_standard_errors_and_units(summary: dict[str, Any]) -> None:
+    rows = {row[0]: row[1:] for row in quality_rows(summary)}
+    assert rows["KL from the teacher, nats ↓"] == ("0", "0.900 ± 0.020", "0.450 ± 0.010")
+    assert rows["perplexity ↓"] == ("26.8 ± 2.1", "55.5 ± 4.5", "32.7 ± 2.6")
+    assert rows["boolq acc ↑ (n 400, chance 0.5)"] == ("0.800 ± 0.020", "0.500 ± 0.025", "0.740 ± 0.022")
+    assert "mmlu acc ↑ (n 400)" in rows
+    costs = {row[0]: row[1:] for row in cost_rows(summary)}
+    assert costs["peak memory, MiB"] == ("2,100", "6,400")
+    assert costs["teacher's cache, bytes per token"][0] == "236.2"
+
+
+def test_a_figure_without_a_standard_error_stands_alone(summary: dict[str, Any]) -> None:
+    summary["stderr"]["kl_nats"]["after"] = None
+    assert quality_rows(summary)[0][3] == "0.450"
+
+
+def test_the_page_tells_the_whole_story(summary: dict[str, Any]) -> None:
+    summary["fingerprint"] = "0123456789abcdef"
+    text = page(summary, {"Training loss": "p/loss.svg"}, "artifacts/distill/p")
+    for part in (
+        "113,274,432 parameters (84% of its teacher `t`)",
+        "![Training loss](p/loss.svg)",
+        "`artifacts/distill/p`",
+        "| 0.450 ± 0.010 |",
+        "kl_nats 50%, agreement 20%, boolq 80%",
+        "0123456789abcdef",
+        "wheel://x==1/model.gguf",
+        "loss: `fused`",
+    ):
+        assert part in text
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1, block
+
+
+def test_metrics_are_flat_numbers_under_grouped_names(summary: dict[str, Any]) -> None:
+    metrics = mlflow_metrics(summary)
+    expected = {
+        "teacher/tokens_per_s": 812.4, "teacher/peak_mib": 2100.5, "teacher/cache_bytes_per_token": 236.2,
+        "distill/tokens_per_s": 270.1, "distill/peak_mib": 6400.0, "distill/tflop_per_s": 0.21,
+        "distill/seconds": 151.6, "eval/boolq_acc": 0.74, "eval/boolq_acc_before": 0.5, "eval/boolq_acc_teacher": 0.8,
+        "eval/mmlu_acc": 0.25, "eval/kl_nats": 0.45, "eval/kl_nats_before": 0.9, "eval/agreement": 0.6,
+        "eval/perplexity": 32.7, "eval/perplexity_teacher": 26.8, "gap_recovered/boolq": 0.8,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value), name
+    assert metrics["eval/boolq_stderr"] > 0
+    assert metrics["total/seconds"] == pytest.approx(47.2 + 151.6)
+    assert "gap_recovered/mmlu" not in metrics
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_a_missing_result_is_named(results: Path) -> None:
+    (results / "evaluate/distill/p/mmlu.json").unlink()
+    with pytest.raises(UserError, match=r"evaluate/distill/p/mmlu.json does not exist. Run `make repro`"):
+        summarise(results, "p", "t", BENCHMARKS)
+
+
+def test_a_result_without_a_figure_is_named(results: Path) -> None:
+    (results / "distill/p.json").write_text('{"tokens_per_s": 1.0}')
+    with pytest.raises(UserError, match=r"distill/p.json has no peak_mib, tflop_per_s, .*of another version"):
+        summarise(results, "p", "t", BENCHMARKS)
+
+
+def test_the_curve_is_read_as_numbers(results: Path) -> None:
+    points = read_curve(results / "distill/p_curve.csv")
+    assert len(points) == 20
+    assert points[0] == {
+        "step": 1, "tokens": 2048, "loss_nats": 1.0, "kd_nats": 1.0, "ce_nats": 4.0, "learning_rate": 3e-4,
+        "grad_norm": 1.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "does not exist"),
+        (CURVE.splitlines()[0], "has no rows"),
+        ("step,loss_nats\n1,high\n", "is not a table of numbers"),
+        ("step,loss_nats\n1\n", "is not a table of numbers"),
+    ],
+)
+def test_a_damaged_curve_is_refused(content: str | None, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "curve.csv"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        read_curve(path)
