@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from alambique.core.errors import UserError
-from pipeline import jobs
+from pipeline import jobs, processes
 from pipeline.jobs import Job, Outcome, Status
 from pipeline.observer import Observer
 from pipeline.server import API_URL, free_port, local_server, set_defaults, url_of, wait_until_ready
@@ -72,8 +72,10 @@ def _run_recorded(job: Job) -> Outcome:
         server = contextlib.ExitStack()
         server.enter_context(local_server(port))
         atexit.register(server.close)  # after Prefect's threads have sent their last logs and events
-    import httpx
-    from prefect.exceptions import PrefectException
+    with processes.interrupts_deferred():  # an import that is cut short raises whatever it likes
+        import httpx
+        import prefect.flows  # noqa: F401
+        from prefect.exceptions import PrefectException
 
     try:
         wait_until_ready(os.environ[API_URL])

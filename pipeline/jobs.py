@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -272,7 +271,7 @@ class Job:
         """End the process group if it lives (SIGTERM, time to save, SIGKILL) and free the slot."""
         if self._process is None or self._slot is None:
             return
-        with _uninterrupted():
+        with processes.interrupts_deferred():
             processes.stop(self._process, self.limits.stop_seconds)
             if self._relay is not None:
                 self._relay.finish()
@@ -296,16 +295,3 @@ class Job:
             self._progress_read += len(whole) + len(newline)
             return [json.loads(line) for line in whole.splitlines() if line]
         return []
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let a stop run to its end: a second ^C is the supervisor's to act on."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)

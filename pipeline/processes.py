@@ -12,8 +12,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -109,6 +110,23 @@ def _children() -> set[int]:
         if int(fields[1]) == os.getpid():
             found.add(int(stat.parent.name))
     return found
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Keep ^C and SIGTERM until the block's end, then raise KeyboardInterrupt: for what must not be cut in half."""
+    if threading.current_thread() is not threading.main_thread():  # where Python delivers no signals
+        yield
+        return
+    seen: list[int] = []
+    old = {n: signal.signal(n, lambda number, frame: seen.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    if seen:
+        raise KeyboardInterrupt
 
 
 def supervise(

@@ -60,23 +60,24 @@ results.write_text(json.dumps({"tokens_per_s": 12.5, "nested": {"n": 3}}))
 class Project:
     """The fake project in ``root``, with the means to run it and to look for what was left behind."""
 
-    def __init__(self, root: Path, api_url: str | None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
+        self.processes: list[subprocess.Popen[bytes]] = []
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "DVC"))}
         self.env |= {"ALAMBIQUE_RETRY_DELAY_SECONDS": "0", "ALAMBIQUE_STOP_SECONDS": "2", "CUDA_VISIBLE_DEVICES": ""}
         self.env["PATH"] = f"{Path(sys.executable).parent}:{self.env['PATH']}"
-        if api_url is not None:
-            self.env["PREFECT_API_URL"] = api_url
 
     def start(self, *words: str, module: str = "pipeline.run", **env: str) -> subprocess.Popen[bytes]:
         with (self.root / "output").open("w") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", module, *words],
                 cwd=self.root,
                 env={**self.env, **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+        self.processes.append(process)
+        return process
 
     def run(self, *words: str, module: str = "pipeline.run", **env: str) -> tuple[int, str]:
         code = self.start(*words, module=module, **env).wait(120)
@@ -134,18 +135,17 @@ def prefect_server(prefect_home: Path) -> Iterator[str]:
     """The API's address of one server for all tests."""
     from pipeline import server
 
-    home = prefect_home
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(home)
-        for name in [name for name in os.environ if name.startswith("PREFECT")]:
-            patch.delenv(name)
-        patch.setenv("PREFECT_HOME", str(home))
-        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-        patch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
-        port = server.free_port()
-        with server.local_server(port):
-            server.wait_until_ready(server.url_of(port))
-            yield server.url_of(port)
+    url = server.url_of(port := server.free_port())
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # for the server's start only
+            for name in [name for name in os.environ if name.startswith("PREFECT")]:
+                patch.delenv(name)
+            patch.setenv("PREFECT_HOME", str(prefect_home))
+            patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+            patch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "CRITICAL")
+            stack.enter_context(server.local_server(port))
+        server.wait_until_ready(url)
+        yield url
 
 
 @pytest.fixture(scope="session")
@@ -161,16 +161,21 @@ def prefect_database(prefect_server: str, prefect_home: Path, tmp_path_factory: 
 
 
 @pytest.fixture
-def project(tmp_path: Path, prefect_server: str) -> Project:
+def bare_project(tmp_path: Path) -> Iterator[Project]:
+    """Without a server."""
     make_project(tmp_path)
-    return Project(tmp_path, prefect_server)
+    project = Project(tmp_path)
+    yield project
+    for process in project.processes:  # of a test that failed
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
-def bare_project(tmp_path: Path) -> Project:
-    """The same without a server."""
-    make_project(tmp_path)
-    return Project(tmp_path, None)
+def project(bare_project: Project, prefect_server: str) -> Project:
+    bare_project.env["PREFECT_API_URL"] = prefect_server
+    return bare_project
 
 
 @pytest.fixture(scope="session")

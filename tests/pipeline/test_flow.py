@@ -8,6 +8,7 @@ import sqlite3
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,20 @@ def ask(api: str, path: str, **body: Any) -> Any:
         return json.load(answer)
 
 
-def latest_run(api: str, label: str) -> dict[str, Any]:
-    """The newest flow run of that name; other tests use the same server."""
-    runs = ask(api, "/flow_runs/filter", flow_runs={"name": {"any_": [label]}}, sort="EXPECTED_START_TIME_DESC")
-    assert isinstance(runs[0], dict)
-    return runs[0]
+def runs_named(api: str, label: str) -> list[dict[str, Any]]:
+    """Flow runs of that name; other tests use the same server."""
+    return list(ask(api, "/flow_runs/filter", flow_runs={"name": {"any_": [label]}}))
+
+
+def states(api: str, label: str) -> list[str]:
+    return [run["state_type"] for run in runs_named(api, label)]
 
 
 def test_a_stage_is_a_flow_run_with_logs_and_results(project: Any, prefect_server: str) -> None:
     code, output = project.run("evaluate", "distill", "pair_1", "ok", FAKE_SECONDS="5")
     assert code == 0
     assert "a line for the log" in output
-    run = latest_run(prefect_server, "evaluate distill pair_1 ok")
+    (run,) = runs_named(prefect_server, "evaluate distill pair_1 ok")
     assert run["state_type"] == "COMPLETED"
     logs = ask(prefect_server, "/logs/filter", logs={"flow_run_id": {"any_": [run["id"]]}})
     assert any("a line for the log" in log["message"] for log in logs)
@@ -62,7 +65,7 @@ def test_what_a_retry_cannot_help_is_not_retried(
     assert project.attempts("evaluate", how) == 1
     assert said in output
     assert "Traceback" not in output
-    assert latest_run(prefect_server, f"evaluate {how}")["state_type"] == "FAILED"
+    assert states(prefect_server, f"evaluate {how}") == ["FAILED"]
 
 
 def test_out_of_attempts(project: Any) -> None:
@@ -75,20 +78,22 @@ def test_out_of_attempts(project: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_stage_saves_and_leaves_nothing(project: Any, prefect_server: str, number: signal.Signals) -> None:
-    process = project.start("evaluate", "sleep", FAKE_SECONDS=str(number))
+    label = f"evaluate signal{number.value} sleep"
+    process = project.start(*label.split())
     project.started_pids()
-    time.sleep(3)  # let the flow begin
+    wait_for(lambda: states(prefect_server, label) == ["RUNNING"], 60)
     process.send_signal(number)
     time.sleep(0.02)
     process.send_signal(number)  # DVC's own SIGTERM arrives twice
-    assert process.wait(15) == 130
+    assert process.wait(15) == 130, project.output()
     assert_nothing_left(project)
     assert (project.root / "seen" / "saved").exists()
-    assert latest_run(prefect_server, "evaluate sleep")["state_type"] == "CRASHED"
+    assert states(prefect_server, label) == ["CRASHED"]
 
 
-@pytest.mark.parametrize("victim", ["supervisor", "flow", "job"])
-@pytest.mark.parametrize("how", ["sleep", "stubborn"])
+@pytest.mark.parametrize(
+    ("victim", "how"), [("supervisor", "stubborn"), ("flow", "sleep"), ("flow", "stubborn"), ("job", "sleep")]
+)
 def test_any_killed_process_leaves_nothing(project: Any, victim: str, how: str) -> None:
     process = project.start("evaluate", how, ALAMBIQUE_JOB_RETRIES="0")
     job_pid, _ = project.started_pids()
@@ -103,6 +108,16 @@ def test_any_killed_process_leaves_nothing(project: Any, victim: str, how: str) 
     assert_nothing_left(project)
     if victim != "job" and how == "sleep":
         assert (project.root / "seen" / "saved").exists()
+
+
+def test_a_stop_before_the_flow_begins(project: Any) -> None:
+    process = project.start("evaluate", "sleep")
+    project.started_pids()  # Prefect is being imported
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 130, project.output()
+    assert "Traceback" not in project.output()
+    assert_nothing_left(project)
+    assert (project.root / "seen" / "saved").exists()
 
 
 def test_a_second_interrupt_ends_a_job_that_does_not_listen(project: Any) -> None:
@@ -152,6 +167,13 @@ def test_without_a_server_a_stage_brings_its_own(bare_project: Any, prefect_data
     database.close()
     assert runs == [("evaluate ok", "COMPLETED")]
     assert any("a line for the log" in message for (message,) in logs)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def parent_of(pid: int) -> int:

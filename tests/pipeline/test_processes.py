@@ -2,8 +2,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from pipeline import processes
+
+ROOT = Path(__file__).parents[2]
 
 SLEEP = "import time; time.sleep(300)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEP}"
@@ -28,7 +31,7 @@ child = processes.start([sys.executable, "-c", {SLEEP!r}])
 print(child.pid, flush=True)
 time.sleep(300)
 """
-    parent = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", outer], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
@@ -52,7 +55,7 @@ import signal, sys
 from pipeline import processes
 sys.exit(processes.supervise([sys.executable, "-c", {middle!r}], signal.SIGTERM, 2.0))
 """
-    done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", outer], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 128 + signal.SIGKILL
     assert not alive(int(done.stdout))
 
@@ -63,7 +66,7 @@ import signal, sys
 from pipeline import processes
 sys.exit(processes.supervise([sys.executable, "-c", {DEAF!r}], signal.SIGTERM, 1.0))
 """
-    process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", outer], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)

@@ -1,0 +1,180 @@
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alambique.core.errors import UserError
+from pipeline import repro
+
+DVC_YAML = """
+stages:
+  prepare:
+    cmd: python -m pipeline.run prepare ok
+    params: [prepare]
+    metrics: [results/prepare/ok.json]
+  distill:
+    cmd: python -m pipeline.run distill ${how}
+    deps: [results/prepare/ok.json]
+    metrics: ["results/distill/${how}.json"]
+  report:
+    cmd: cp dvc.lock seen/lock && python -m pipeline.run report ok
+    deps: ["results/distill/${how}.json"]
+    metrics: [results/report/ok.json]
+"""
+GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org"]
+
+
+def make_checkout(project: Any, how: str) -> None:
+    root = project.root
+    (root / "params.yaml").write_text(f"how: {how}\nprepare: {{a: 1}}\n")
+    (root / "dvc.yaml").write_text(DVC_YAML)
+    (root / ".dvc").mkdir()
+    (root / ".dvc" / "config").write_text("[core]\n    analytics = false\n    check_update = false\n")
+    (root / ".gitignore").write_text("results\nseen\n.work\n.prefect\noutput\nmlflow.db\n")
+    (root / "seen").mkdir()
+    (root / "pipeline" / "check.py").write_text("def check_params():\n    open('seen/checked', 'a').write('x')\n")
+    (root / "pipeline" / "last_screen.py").write_text("def show():\n    print('LAST SCREEN')\n")
+    subprocess.run([*GIT, "init", "-q", str(root)], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_with_its_own_server_and_one_with_nothing_to_do(bare_project: Any, prefect_database: Path) -> None:
+    make_checkout(bare_project, "ok")
+    (bare_project.root / ".prefect").mkdir()
+    shutil.copy(prefect_database, bare_project.root / ".prefect" / "prefect.db")
+    code, output = bare_project.run(module="pipeline.repro", PATH="/usr/bin:/bin")
+    assert code == 0, output
+    assert "Prefect shows the jobs at http://127.0.0.1:" in output
+    assert "LAST SCREEN" in output
+    assert "Prefect can't" not in output
+    assert bare_project.left_behind() == []
+    assert [bare_project.attempts(*words) for words in (("prepare", "ok"), ("distill", "ok"), ("report", "ok"))] == [
+        1,
+        1,
+        1,
+    ]
+    # `report` finds the finished stages in dvc.lock: tracking.chain_fingerprint rests on that.
+    lock = (bare_project.root / "seen" / "lock").read_text()
+    assert "  prepare:" in lock
+    assert "  distill:" in lock
+
+    code, output = bare_project.run(module="pipeline.repro")
+    assert code == 0
+    assert "Prefect" not in output
+    assert "LAST SCREEN" in output
+    assert bare_project.attempts("distill", "ok") == 1
+    assert (bare_project.root / "seen" / "checked").read_text() == "x"  # once: nothing had changed
+
+
+def test_a_failing_stage_gives_its_exit_status_and_no_last_screen(project: Any) -> None:
+    make_checkout(project, "refused")
+    code, output = project.run(module="pipeline.repro")
+    assert code != 0
+    assert "error: the value is wrong." in output
+    assert "LAST SCREEN" not in output
+    assert project.attempts("distill", "refused") == 1
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("terminal", signal.SIGINT),  # ^C reaches the whole group
+        ("repro", signal.SIGTERM),
+        ("repro", signal.SIGKILL),
+        ("dvc", signal.SIGTERM),
+        ("dvc", signal.SIGKILL),
+    ],
+)
+def test_stopping_leaves_nothing(project: Any, victim: str, number: signal.Signals) -> None:
+    make_checkout(project, "sleep")
+    process = project.start(module="pipeline.repro")
+    project.started_pids()
+    victims = {"terminal": group_of, "repro": lambda pid: [pid], "dvc": lambda pid: [child_of(pid)]}
+    for pid in victims[victim](process.pid):
+        os.kill(pid, number)
+    assert process.wait(20) != 0
+    end = time.monotonic() + 10
+    while project.left_behind():
+        assert time.monotonic() < end, project.left_behind()
+        time.sleep(0.1)
+    assert (project.root / "seen" / "saved").exists()
+
+
+def test_two_at_once_are_refused(project: Any) -> None:
+    make_checkout(project, "sleep")
+    first = project.start(module="pipeline.repro")
+    project.started_pids()
+    code, output = project.run(module="pipeline.repro")
+    assert code == 2
+    assert output == (
+        f"error: another `make repro` is running in {project.root}: wait for it, or stop it with ^C in its terminal.\n"
+    )
+    first.send_signal(signal.SIGTERM)
+    first.wait(20)
+
+
+def test_a_checkout_without_git_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "dvc.yaml").touch()
+    with pytest.raises(UserError, match="has no \\.dvc and dvc\\.yaml: change to the project's own folder"):
+        repro.require_checkout(tmp_path)
+    (tmp_path / ".dvc").mkdir()
+    with pytest.raises(UserError) as refused:
+        repro.require_checkout(tmp_path)
+    assert "is a checkout without Git, which DVC needs: run `git init`, or" in str(refused.value)
+    (tmp_path / ".dvc" / "config.local").write_text("[core]\n    no_scm = true\n")
+    repro.require_checkout(tmp_path)
+    (tmp_path / ".dvc" / "config.local").unlink()
+    (tmp_path / ".git").mkdir()
+    repro.require_checkout(tmp_path)
+
+
+def test_params_are_checked_again_when_they_or_the_code_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[int] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALAMBIQUE_WORK", str(tmp_path / "work"))
+    monkeypatch.setattr(repro.importlib, "import_module", lambda name: Check(checks))
+    (tmp_path / "params.yaml").write_text("a: 1")
+    for expected in (1, 1):
+        repro.check_params_once()
+        assert len(checks) == expected
+    (tmp_path / "params.yaml").write_text("a: 2")
+    repro.check_params_once()
+    assert len(checks) == 2
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "module.py").write_text("x = 1")
+    repro.check_params_once()
+    assert len(checks) == 3
+
+
+class Check:
+    def __init__(self, checks: list[int]) -> None:
+        self.check_params = lambda: checks.append(1)
+
+
+def child_of(pid: int) -> int:
+    found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if stat(path, 1) == pid]
+    assert len(found) == 1
+    return found[0]
+
+
+def group_of(pid: int) -> list[int]:
+    """Processes in the group of ``pid`` that are not this test: what a terminal's ^C reaches."""
+    group = os.getpgid(pid)
+    below, todo = [], [pid]
+    while todo:
+        parent = todo.pop()
+        below.append(parent)
+        todo += [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if stat(path, 1) == parent]
+    return [process for process in below if os.getpgid(process) == group]
+
+
+def stat(path: Path, field: int) -> int:
+    try:
+        return int(path.read_text().rpartition(")")[2].split()[field])
+    except OSError:
+        return -1
