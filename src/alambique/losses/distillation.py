@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.signal import Signal, TopKSignal
-from alambique.losses import chunked, dense, forward_chunked, fused, tiled
+from alambique.losses import chunked, dense, forward_chunked, fused, kernelled, tiled
 from alambique.losses.config import LossConfig
 from alambique.losses.task import Task, build
 
@@ -27,6 +27,7 @@ PATHS: dict[str, Path] = {
     "forward_chunked": forward_chunked.run,
     "recompute": fused.run_recompute,
     "fused": fused.run_fused,
+    "triton": kernelled.run,
     "tiled": tiled.run,
 }
 DEFAULT_CONFIG = LossConfig()
@@ -43,6 +44,7 @@ class LossOutput:
         ce: cross-entropy with the labels; None without labels.
         student_mass: the student's probability of the entries that the teacher kept (1 for a dense signal).
         entropy: of the student over the classes compared: the kept entries and the tail as one.
+        impl: the path that ran, which tells what ``auto`` chose.
     """
 
     loss: Tensor
@@ -50,6 +52,7 @@ class LossOutput:
     ce: Tensor | None
     student_mass: Tensor
     entropy: Tensor
+    impl: str
 
 
 def distillation_loss(
@@ -80,7 +83,7 @@ def distillation_loss(
         denominator: what the weighted sum is divided by, for accumulation over micro-batches or ranks; Σ weights by
             default. Prefer it to scaling the loss, which rounds low-precision gradients twice.
         config: the objective.
-        impl: ``dense`` (the definition), ``forward_chunked``, ``recompute``, ``fused``, ``tiled``, or ``auto``, which
+        impl: ``dense`` (the definition), ``forward_chunked``, ``recompute``, ``fused``, ``triton``, ``tiled``, or ``auto``, which
             logs its choice.
         weight_grad_VD: a buffer shaped like the head, such as its ``grad``, to which the head's gradient is added;
             autograd then gets none for the head. ``fused`` adds it during this call, as for a loss that is not scaled
@@ -91,7 +94,7 @@ def distillation_loss(
         ValueError: shapes that don't fit together.
     """
     if impl != "auto" and impl not in PATHS:
-        raise UserError(f"loss: impl {impl} does not exist{did_you_mean(impl, [*PATHS, 'auto'])}.")
+        raise UserError(f"loss: impl {impl} does not exist{did_you_mean(impl, [*PATHS, 'auto'])}")
     with _own_precision(hidden_ND.device.type):
         kept_ND, task = build(
             hidden_ND, head_weight_VD, signal, labels_N, weights_N, vocab_size, denominator, config, weight_grad_VD
@@ -99,7 +102,7 @@ def distillation_loss(
         path = choose(kept_ND, head_weight_VD, task) if impl == "auto" else impl
         loss, totals = PATHS[path](kept_ND, head_weight_VD, head_bias_V, task)
     kd, ce, _, mass, entropy = totals.unbind()
-    return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy)
+    return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy, path)
 
 
 def _own_precision(device_type: str) -> AbstractContextManager[object]:
@@ -112,6 +115,8 @@ def choose(hidden_ND: Tensor, head_weight_VD: Tensor, task: Task) -> str:
     sparse = isinstance(task.signal, TopKSignal)
     tokens = chunked.chunk_tokens(task.config, head_weight_VD.shape[0], sparse)
     path, why = "fused", "three matrix products, the gradient is formed in the forward pass"
+    if hidden_ND.is_cuda and kernelled.cannot(task, hidden_ND.device) is None:
+        path, why = "triton", "as fused, with one kernel per chunk between the matrix products"
     if sparse and tokens < _FEWEST_TOKENS:
         path, why = "tiled", f"chunk_budget_mib {task.config.chunk_budget_mib:g} holds only {tokens} tokens of logits"
     shape = f"D {hidden_ND.shape[1]}, V {head_weight_VD.shape[0]}, {hidden_ND.dtype}, {hidden_ND.device.type}"
