@@ -1,5 +1,6 @@
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from alambique.core.errors import UserError
-from pipeline import jobs
+from pipeline import jobs, server
 from pipeline.jobs import Job, Status, classify
 
 
@@ -174,6 +175,17 @@ def test_gpus_are_those_that_the_environment_allows(monkeypatch: pytest.MonkeyPa
     assert jobs.visible_gpus() == ["2", "5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert jobs.visible_gpus() == []
+
+
+def test_every_variable_of_ours_is_in_the_table() -> None:
+    root = Path(__file__).parents[2]
+    code = "".join(
+        path.read_text() for folder in ("src", "pipeline", "benchmarks") for path in (root / folder).rglob("*.py")
+    )
+    table = (root / "docs" / "environment.md").read_text()
+    assert set(re.findall(r"ALAMBIQUE_\w+", code)) == set(re.findall(r"ALAMBIQUE_\w+", table))
+    for name in server._DEFAULTS:
+        assert name.removeprefix("PREFECT_LOGGING_LOGGERS_PREFECT") in table, name
 
 
 def _lives(pid: int) -> bool:
