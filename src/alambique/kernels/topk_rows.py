@@ -123,21 +123,21 @@ def topk_rows(
 
 @triton.jit
 def _topk_rows(
-    z_ptr: Any,
-    dz_ptr: Any,
-    bias_ptr: Any,
-    ids_ptr: Any,
-    log_p_ptr: Any,
-    log_r_ptr: Any,
-    label_ptr: Any,
-    grad_scale_ptr: Any,
-    rows_ptr: Any,
-    num_rows: Any,
-    z_stride: Any,
-    dz_stride: Any,
-    columns: Any,
-    vocab_size: Any,
-    num_kept: Any,
+    z_ptr,
+    dz_ptr,
+    bias_ptr,
+    ids_ptr,
+    log_p_ptr,
+    log_r_ptr,
+    label_ptr,
+    grad_scale_ptr,
+    rows_ptr,
+    num_rows,
+    z_stride,
+    dz_stride,
+    columns,
+    vocab_size,
+    num_kept,
     DIVERGENCE: tl.constexpr,
     BETA: tl.constexpr,
     LOG_BETA: tl.constexpr,
@@ -152,7 +152,7 @@ def _topk_rows(
     CAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     dtype = z_ptr.dtype.element_ty
@@ -215,7 +215,7 @@ def _topk_rows(
 
 
 @triton.jit
-def _take(z_ptr: Any, bias_ptr: Any, ids: Any, filled: Any, label: Any, SCALE: tl.constexpr, CAP: tl.constexpr) -> Any:
+def _take(z_ptr, bias_ptr, ids, filled, label, SCALE: tl.constexpr, CAP: tl.constexpr):
     """Take the kept logits out of the row, leaving FLOOR; return them, the soft-cap's derivative, the label's logit."""
     z_k, chain_k = _logits(tl.load(z_ptr + ids, mask=filled, other=0.0), ids, filled, bias_ptr, SCALE, CAP)
     there = label >= 0
@@ -228,14 +228,14 @@ def _take(z_ptr: Any, bias_ptr: Any, ids: Any, filled: Any, label: Any, SCALE: t
 
 @triton.jit
 def _tail(
-    z_ptr: Any,
-    bias_ptr: Any,
-    vocab_size: Any,
+    z_ptr,
+    bias_ptr,
+    vocab_size,
     TEMPERATURE: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
-) -> Any:
+):
     """First pass: largest logit of what is left in the row, and Σ exp of the others relative to it, twice.
 
     The second sum is at the temperature. Sums run lane by lane, so that threads meet only at the end.
@@ -264,21 +264,21 @@ def _tail(
 
 @triton.jit
 def _spread(
-    z_ptr: Any,
-    dz_ptr: Any,
-    bias_ptr: Any,
-    columns: Any,
-    vocab_size: Any,
-    tail_top: Any,
-    factor: Any,
-    soft_factor: Any,
-    label: Any,
-    label_share: Any,
+    z_ptr,
+    dz_ptr,
+    bias_ptr,
+    columns,
+    vocab_size,
+    tail_top,
+    factor,
+    soft_factor,
+    label,
+    label_share,
     TEMPERATURE: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     BLOCK_V: tl.constexpr,
-) -> None:
+):
     """Second pass: the gradient of the tail, formed in the logits' dtype and rounded once."""
     for start in range(0, columns, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)
@@ -295,14 +295,14 @@ def _spread(
 
 
 @triton.jit
-def _normalise(x_k: Any, log_tail: Any) -> Any:
+def _normalise(x_k, log_tail):
     """Log-probabilities of the kept entries and of the tail, and the logsumexp of both."""
     lse = tl.log(tl.sum(tl.exp(x_k), 0) + tl.exp(log_tail))
     return x_k - lse, log_tail - lse, lse
 
 
 @triton.jit
-def _temper(log_p: Any, log_r: Any, log_shape: Any, TEMPERATURE: tl.constexpr) -> Any:
+def _temper(log_p, log_r, log_shape, TEMPERATURE: tl.constexpr):
     """The teacher's classes at the temperature; where there is no mass at all there is none after."""
     log_p = log_p / TEMPERATURE
     log_r = log_r / TEMPERATURE + log_shape
@@ -313,7 +313,7 @@ def _temper(log_p: Any, log_r: Any, log_shape: Any, TEMPERATURE: tl.constexpr) -
 
 
 @triton.jit
-def _logits(raw: Any, column: Any, there: Any, bias_ptr: Any, SCALE: tl.constexpr, CAP: tl.constexpr) -> Any:
+def _logits(raw, column, there, bias_ptr, SCALE: tl.constexpr, CAP: tl.constexpr):
     """Logits from raw ones, FLOOR where a column is not there, and the soft-cap's derivative."""
     z = raw
     if bias_ptr is not None:
@@ -330,15 +330,13 @@ def _logits(raw: Any, column: Any, there: Any, bias_ptr: Any, SCALE: tl.constexp
 
 
 @triton.jit
-def _logaddexp(a: Any, b: Any) -> Any:
+def _logaddexp(a, b):
     top = tl.maximum(tl.maximum(a, b), _FLOOR)  # not -inf, so that two of them give -inf and not NaN
     return top + tl.log(tl.exp(a - top) + tl.exp(b - top))
 
 
 @triton.jit
-def _term(
-    log_p: Any, log_q: Any, DIVERGENCE: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr
-) -> Any:
+def _term(log_p, log_q, DIVERGENCE: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr):
     p = tl.exp(log_p)
     q = tl.exp(log_q)
     if DIVERGENCE == "forward_kl":
@@ -355,9 +353,7 @@ def _term(
 
 
 @triton.jit
-def _slope(
-    log_p: Any, log_q: Any, DIVERGENCE: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr
-) -> Any:
+def _slope(log_p, log_q, DIVERGENCE: tl.constexpr, BETA: tl.constexpr, LOG_BETA: tl.constexpr, LOG_REST: tl.constexpr):
     """Derivative of ``_term`` with respect to log_q."""
     p = tl.exp(log_p)
     q = tl.exp(log_q)

@@ -83,8 +83,8 @@ def distillation_loss(
         denominator: what the weighted sum is divided by, for accumulation over micro-batches or ranks; Σ weights by
             default. Prefer it to scaling the loss, which rounds low-precision gradients twice.
         config: the objective.
-        impl: ``dense`` (the definition), ``forward_chunked``, ``recompute``, ``fused``, ``triton``, ``tiled``, or ``auto``, which
-            logs its choice.
+        impl: ``dense`` (the definition), ``forward_chunked``, ``recompute``, ``fused``, ``triton``, ``tiled``, or
+            ``auto``, which logs its choice.
         weight_grad_VD: a buffer shaped like the head, such as its ``grad``, to which the head's gradient is added;
             autograd then gets none for the head. ``fused`` adds it during this call, as for a loss that is not scaled
             afterwards; the others in the backward pass; ``dense`` refuses.
