@@ -107,10 +107,11 @@ def test_without_a_whole_one_the_run_starts_afresh(tmp_path: Path) -> None:
     assert restored(tmp_path)[0] is None
 
 
-def test_half_written_ones_are_not_seen(tmp_path: Path) -> None:
+def test_half_written_ones_are_not_seen_and_go(tmp_path: Path) -> None:
     three_checkpoints(tmp_path)
     (tmp_path / "step_00000003").rename(tmp_path / ".step_00000003.abc.part")
     assert restored(tmp_path)[0] == {"step": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
 def test_the_space_needed_leaves_out_what_is_there(tmp_path: Path) -> None:

@@ -48,8 +48,11 @@ def save(folder: Path, step: int, model: nn.Module, optimiser: torch.optim.Optim
 def restore(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Load the newest whole checkpoint into ``model`` and ``optimiser``; returns its ``state``, or None if none is.
 
-    A damaged one is found by its hashes, named on stderr, removed, and the one before it is used.
+    A damaged one is found by its hashes, named on stderr, removed, and the one before it is used. What a kill left
+    half-written is removed as well.
     """
+    for leftover in folder.glob(".step_*.part"):
+        shutil.rmtree(leftover)
     for path in _newest_first(folder):
         damage = _damage(path)
         if damage is None:

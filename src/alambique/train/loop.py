@@ -49,9 +49,9 @@ def distill(
     model = student.model.train()
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
-    require_free_space(scratch, checkpoint.bytes_needed(model, scratch), "keeping two checkpoints")
     optimiser = adamw(model.named_parameters(), config)
     saved = checkpoint.restore(scratch, model, optimiser)
+    require_free_space(scratch, checkpoint.bytes_needed(model, scratch), "keeping two checkpoints")
     run = Run.from_json(saved) if saved else Run(min(config.micro_batch_rows, config.rows_per_step))
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
     setup = Setup(student, config, loss, vocab_size, device, stop)
