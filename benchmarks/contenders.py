@@ -40,9 +40,7 @@ def ours(impl: str, **settings: object) -> Contender:
     config = LossConfig.model_validate(settings)
 
     def loss(problem: Problem) -> Tensor:
-        return distillation_loss(
-            problem.hidden_ND, problem.weight_VD, problem.signal, config=config, impl=impl
-        ).loss
+        return distillation_loss(problem.hidden_ND, problem.weight_VD, problem.signal, config=config, impl=impl).loss
 
     def refuses(device: torch.device) -> str | None:
         if impl not in PATHS:
@@ -65,7 +63,9 @@ OURS: dict[str, Contender] = {
     "tiled": ours("tiled", weight_grad="compact"),
 }
 BASELINES: dict[str, Contender] = {
-    "dense_plain": Contender(lambda problem: baselines.dense_loss(problem.hidden_ND, problem.weight_VD, problem.signal)),
+    "dense_plain": Contender(
+        lambda problem: baselines.dense_loss(problem.hidden_ND, problem.weight_VD, problem.signal)
+    ),
 }
 
 
@@ -130,7 +130,9 @@ PEERS: dict[str, Contender] = {
         _needs("liger_kernel"),
     ),
     "liger_kl": Contender(
-        _liger_kl, "FusedLinearKLDiv against a dense [N, V] target, which it must be given", _needs("liger_kernel", True)
+        _liger_kl,
+        "FusedLinearKLDiv against a dense [N, V] target, which it must be given",
+        _needs("liger_kernel", True),
     ),
     "torch_lce": Contender(_torch_lce, "cross-entropy with labels alone, no teacher", _needs_torch_lce),
     "cce": Contender(

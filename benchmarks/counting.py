@@ -50,6 +50,10 @@ class CountedMemory(TorchDispatchMode):
         """Run one operation and look at what it returns; its arguments are still alive, as they are on a device."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0  # there are no values here; one that is read must not stop the count
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # as if nothing were zero: the most there can be
+            out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device="meta")
+            self._watch([out])
+            return out
         out = func(*args, **(kwargs or {}))
         self._watch(leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
         return out

@@ -1,10 +1,9 @@
 """Gradient error of bfloat16 inputs against float64, with a student near its teacher and far from it.
 
-Last line: ``grad_error.<contender>.<near|far>``, the larger of the relative errors ‖g - g64‖/‖g64‖ of the hidden states'
-and the head's gradients. Both g have the inputs' dtype as users get them, rounding to bfloat16 included.
+Last line: ``grad_error.<contender>.<near|far>``, the larger of the relative errors ‖g - g64‖/‖g64‖ of the hidden
+states' and the head's gradients. Both g have the inputs' dtype as users get them, rounding to bfloat16 included.
 """
 
-import torch
 from torch import Tensor
 
 from alambique.losses.distillation import distillation_loss
@@ -15,7 +14,8 @@ from benchmarks.problems import Problem
 
 # Only those that compute the same objective: a peer that learns labels or another teacher has another gradient.
 CONTENDERS = [
-    "dense", "dense_plain", "forward_chunked", "recompute", "fused", "fused_compact", "triton", "triton_compact", "tiled",
+    "dense", "dense_plain", "forward_chunked", "recompute", "fused", "fused_compact", "triton", "triton_compact",
+    "tiled",
 ]  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def run(options: Options) -> Outcome:
         for name in names:
             problem.clear_gradients()
             loss = ALL[name].loss(problem)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             found = _gradients(problem)
             errors = [float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact[1:], strict=True)]
             loss_error = abs(loss.item() - exact[0].item()) / abs(exact[0].item())
@@ -45,7 +45,8 @@ def run(options: Options) -> Outcome:
 
 
 def _gradients(problem: Problem) -> tuple[Tensor, Tensor]:
-    assert problem.hidden_ND.grad is not None and problem.weight_VD.grad is not None
+    assert problem.hidden_ND.grad is not None
+    assert problem.weight_VD.grad is not None
     return problem.hidden_ND.grad, problem.weight_VD.grad
 
 
@@ -53,6 +54,7 @@ def _exact(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of the definition in float64, from the same bfloat16 inputs."""
     hidden_ND, weight_VD = (x.detach().double().requires_grad_() for x in (problem.hidden_ND, problem.weight_VD))
     loss = distillation_loss(hidden_ND, weight_VD, problem.signal, impl="dense").loss
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert hidden_ND.grad is not None and weight_VD.grad is not None
+    loss.backward()
+    assert hidden_ND.grad is not None
+    assert weight_VD.grad is not None
     return loss.detach(), hidden_ND.grad, weight_VD.grad

@@ -7,7 +7,7 @@ the path that ``ours`` names; ``filtered`` has the gradient filter on real logit
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -18,47 +18,41 @@ from benchmarks.contenders import ALL, available
 from benchmarks.problems import Problem
 
 CONTENDERS = [
-    "fused", "triton", "tiled", "recompute", "forward_chunked", "dense", "dense_plain", "liger", "liger_kl", "torch_lce",
-    "cce",
+    "fused", "triton", "tiled", "recompute", "forward_chunked", "dense", "dense_plain", "liger", "liger_kl",
+    "torch_lce", "cce",
 ]  # fmt: skip
 CPU_SHAPES = (Shape(2048, *SMOLLM2_135M), Shape(1024, *LLAMA32_1B))
 GPU_SHAPES = tuple(Shape(tokens, *LLAMA31_8B) for tokens in (1024, 8192, 32_768))
 QUICK_SHAPES = (Shape(256, 64, 1024),)
-_GPU_ONLY_SMALL = 8192  # tokens up to which everything is timed on a GPU; above, dense grids don't fit
 
 
 def run(options: Options) -> Outcome:
     """Time all contenders at all shapes and dtypes."""
     on_gpu = options.device.type == "cuda"
-    wanted = set(options.only)
-    names, notes = available([n for n in CONTENDERS if not wanted & set(CONTENDERS) or n in wanted], options.device)
+    names, notes = available(_kept(CONTENDERS, options), options.device)
     ours = "triton" if on_gpu and "triton" in PATHS else "fused"
     if ours not in names:
         names.insert(0, ours)
     out = Outcome(notes=notes, summary={"ours": ours, "ratio_to": {}})
-    shapes = QUICK_SHAPES if options.quick else GPU_SHAPES if on_gpu else CPU_SHAPES
-    for shape in shapes:
-        for dtype in (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16):
-            labels = {str(shape), _name(dtype)}
-            asked = wanted - set(CONTENDERS)
-            if all(label in asked or not asked & group for label, group in zip(sorted(labels), _groups(), strict=True)):
-                _compare(shape, dtype, ours, names, options, out)
+    shapes = {str(shape): shape for shape in (QUICK_SHAPES if options.quick else GPU_SHAPES if on_gpu else CPU_SHAPES)}
+    dtypes = {_name(dtype): dtype for dtype in ((torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16))}
+    for shape in _kept(shapes, options):
+        for dtype in _kept(dtypes, options):
+            _compare(shapes[shape], dtypes[dtype], ours, names, options, out)
     out.summary["filtered"] = _filtered(options, out)
     return out
 
 
-def _groups() -> tuple[set[str], set[str]]:
-    shapes = {str(shape) for shape in (*CPU_SHAPES, *GPU_SHAPES, *QUICK_SHAPES)}
-    return shapes, {"float32", "bfloat16"}  # in the order in which labels sort: digits come before letters
+def _kept(names: Iterable[str], options: Options) -> list[str]:
+    """Those of a group of names that ``only`` mentions; all of them if it mentions none."""
+    return [name for name in names if name in options.only] or list(names)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _compare(
-    shape: Shape, dtype: torch.dtype, ours: str, names: list[str], options: Options, out: Outcome
-) -> None:
+def _compare(shape: Shape, dtype: torch.dtype, ours: str, names: list[str], options: Options, out: Outcome) -> None:
     problem = problems.make(shape, dtype, options.device)
     steps: dict[str, Callable[[], object]] = {"three_gemms": _three_gemms(problem)}
     for name in names:
@@ -89,7 +83,7 @@ def _compare(
 def _step(problem: Problem, name: str) -> Callable[[], object]:
     def step() -> None:
         problem.clear_gradients()
-        ALL[name].loss(problem).backward()  # type: ignore[no-untyped-call]
+        ALL[name].loss(problem).backward()
         problem.clear_gradients()
 
     return step

@@ -36,11 +36,16 @@ class Problem:
 
 
 def make(shape: Shape, dtype: torch.dtype, device: torch.device | str, top_k: int = TOP_K, seed: int = 0) -> Problem:
-    """Random inputs; on the meta device shapes alone. The signal's entries are distinct and have no relation to the
-    student, which costs the same time as any others."""
+    """Random inputs; on the meta device shapes alone.
+
+    The signal's entries are distinct and have no relation to the student, which costs the same time as any others.
+    """
     n, d, v = shape.tokens, shape.hidden, shape.vocab
     if torch.device(device).type == "meta":
-        hidden_ND, weight_VD = torch.empty(n, d, dtype=dtype, device=device), torch.empty(v, d, dtype=dtype, device=device)
+        hidden_ND, weight_VD = (
+            torch.empty(n, d, dtype=dtype, device=device),
+            torch.empty(v, d, dtype=dtype, device=device),
+        )
         ids_NK = torch.empty(n, top_k, dtype=torch.int32, device=device)
         logprobs_NK = torch.empty(n, top_k, dtype=torch.float16, device=device)
         signal = TopKSignal(ids_NK, logprobs_NK, torch.empty(n, device=device))

@@ -56,7 +56,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-tests", action="store_true", help="for development: nothing can be recorded")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each contender (default 5)")
     parser.add_argument("--only", nargs="*", default=[], help="shapes or contenders to keep")
-    parser.add_argument("--device", type=torch.device, default=default_device(), help="default: the GPU if there is one")
+    parser.add_argument(
+        "--device", type=torch.device, default=default_device(), help="default: the GPU if there is one"
+    )
     return parser.parse_args(arguments)
 
 
@@ -99,7 +101,7 @@ def _print(name: str, outcome: Outcome, stamped: dict[str, Any]) -> None:
 
 def _cell(value: Any) -> str:
     if value is None:
-        return "–"
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -8,7 +8,9 @@ import torch
 from alambique.core.measure import Stopwatch
 
 
-def interleaved(steps: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+def interleaved(
+    steps: Mapping[str, Callable[[], object]], repeats: int, device: torch.device
+) -> dict[str, list[float]]:
     """Seconds of each run of each step: one run to warm up, then ``repeats`` rounds in which every step runs once."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
