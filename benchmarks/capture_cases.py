@@ -72,7 +72,7 @@ def _forward(rows: PackedRows, teacher: SplitModel, batch_rows: int) -> None:
 def _capture(rows: PackedRows, teacher: SplitModel, config: CaptureConfig, folder: Path, device: torch.device) -> None:
     shutil.rmtree(folder / "store", ignore_errors=True)
     vocab = len(teacher.head_weight_VD)
-    capture(rows, teacher, folder / "out", folder / "store", {"benchmark": "capture"}, config, vocab, device)
+    capture(rows, lambda: teacher, folder / "out", folder / "store", {"benchmark": "capture"}, config, vocab, device)
 
 
 class _Largest(TorchDispatchMode):

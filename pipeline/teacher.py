@@ -46,7 +46,7 @@ def run(teacher: str) -> None:
     signal_of = identity(source, data, resolved.capture)
     result = capture(
         data.train,
-        _load(source, resolved.capture, device),
+        lambda: _load(source, resolved.capture, device),
         out=Path("artifacts/teacher") / teacher,
         store=store_of(signal_of),
         identity=signal_of,

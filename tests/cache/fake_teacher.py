@@ -77,7 +77,7 @@ def run(
     """Capture with the defaults of the tests; ``settings`` change the configuration."""
     config = CaptureConfig.model_validate({**CONFIG.model_dump(), **settings})
     teacher, rows = teacher or FakeTeacher(), rows or make_rows()
-    return capture(rows, teacher, out, store, IDENTITY, config, VOCAB, torch.device("cpu"))
+    return capture(rows, lambda: teacher, out, store, IDENTITY, config, VOCAB, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 
 from alambique.cache import store as store_module
 from alambique.cache.codec import Entries
-from alambique.cache.store import Store, plan_blocks
+from alambique.cache.store import Kept, Store, plan_blocks
 from alambique.core.errors import UserError
 
 HASHES = [f"{row:064x}" for row in range(7)]
@@ -20,6 +20,7 @@ def entries(tokens: int = 6) -> Entries:
     return Entries(ids, logprobs, np.full(tokens, 0.17, np.float32), np.array([3, 3]), 9)
 
 
+KEPT = Kept("s" * 64, "exact", 2, 1.0)
 MASK = np.ones((2, 3), np.bool_)
 
 
@@ -36,13 +37,13 @@ def test_a_finished_block_is_found_and_a_damaged_one_named(tmp_path: Path, capsy
     block = plan_blocks(HASHES[:2], 2, DEPENDS)[0]
     store = Store(tmp_path / "store")
     assert store.find(block) is None
-    receipt = store.write(block, MASK, entries(), "exact", seconds=1.5, peak_mib=10.0)
+    receipt = store.write(block, MASK, entries(), KEPT, seconds=1.5, peak_mib=10.0)
     assert store.find(block) == receipt
-    assert (receipt.tokens, receipt.seconds, receipt.bytes) == (6, 1.5, store.shard(block).stat().st_size)
+    assert (receipt.tokens, receipt.seconds, receipt.bytes) == (6, 1.5, store.path(block.name).stat().st_size)
     assert capsys.readouterr().err == ""
-    data = bytearray(store.shard(block).read_bytes())
+    data = bytearray(store.path(block.name).read_bytes())
     data[-1] ^= 1
-    store.shard(block).write_bytes(data)
+    store.path(block.name).write_bytes(data)
     assert store.find(block) is None
     warning = capsys.readouterr().err
     assert block.name in warning
@@ -53,7 +54,7 @@ def test_a_finished_block_is_found_and_a_damaged_one_named(tmp_path: Path, capsy
 def test_a_damaged_receipt_is_no_receipt(tmp_path: Path, content: bytes) -> None:
     block = plan_blocks(HASHES[:2], 2, DEPENDS)[0]
     store = Store(tmp_path)
-    store.write(block, MASK, entries(), "exact", 1.0, 1.0)
+    store.write(block, MASK, entries(), KEPT, 1.0, 1.0)
     (tmp_path / f"{block.name}.json").write_bytes(content)
     assert store.find(block) is None
 
@@ -61,7 +62,7 @@ def test_a_damaged_receipt_is_no_receipt(tmp_path: Path, content: bytes) -> None
 def test_a_shard_without_receipt_is_unfinished(tmp_path: Path) -> None:
     block = plan_blocks(HASHES[:2], 2, DEPENDS)[0]
     store = Store(tmp_path)
-    store.write(block, MASK, entries(), "exact", 1.0, 1.0)
+    store.write(block, MASK, entries(), KEPT, 1.0, 1.0)
     (tmp_path / f"{block.name}.json").unlink()
     assert store.find(block) is None
 
@@ -84,5 +85,5 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr(store_module, "write_shard", full)
     block = plan_blocks(HASHES[:2], 2, DEPENDS)[0]
     with pytest.raises(UserError, match=r"No space left on device\): free some space and run again, the blocks"):
-        Store(tmp_path).write(block, MASK, entries(), "exact", 1.0, 1.0)
+        Store(tmp_path).write(block, MASK, entries(), KEPT, 1.0, 1.0)
     assert list(tmp_path.iterdir()) == []

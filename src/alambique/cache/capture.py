@@ -3,29 +3,36 @@
 Blocks of rows are the unit of work and of resuming. The forward pass of one block overlaps with compressing and
 writing the one before.
 
-Dimensions: R rows, B rows of a batch, S positions, D hidden size, V vocabulary, N captured tokens, K entries.
+Dimensions: R rows, S positions.
 """
 
 import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
-from alambique.cache.codec import Codec, Entries, find_codec
-from alambique.cache.head import Head, top_entries
+from alambique.cache.codec import Codec, find_codec
+from alambique.cache.donors import Donors
 from alambique.cache.manifest import rows_sha256, tail_mass_statistics
+from alambique.cache.score import DtypeName, Rows, Scorer, Teacher
 from alambique.cache.shards import FORMAT, VERSION, Block, Shard
-from alambique.cache.store import Receipt, Store, plan_blocks
+from alambique.cache.store import Kept, Receipt, Store, plan_blocks
 from alambique.core.errors import UserError
-from alambique.core.files import MANIFEST, atomic_folder, link_or_copy, require_free_space, write_json
+from alambique.core.files import (
+    MANIFEST,
+    atomic_folder,
+    link_or_copy,
+    require_free_space,
+    sha256_json,
+    write_json,
+)
 from alambique.core.measure import Stopwatch, device_name, peak_mib, versions
 from alambique.core.params import Config
 from alambique.core.progress import Progress
@@ -50,7 +57,7 @@ class CaptureConfig(Config):
     top_k: int = Field(100, ge=1, le=65_536)  # source: the published system caches the top 100
     top_p: float = Field(1.0, gt=0, le=1)  # source: as above
     codec: str = "exact"  # source: benchmarks/cache_cases.py, smaller than the lossy formats of the field
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # source: what current teachers are published in
+    dtype: DtypeName = "bfloat16"  # source: what current teachers are published in
     attention: str = "sdpa"  # source: transformers' default
     batch_tokens: int = Field(8192, ge=1)  # assumption: fills a GPU, and a 70B teacher's activations still fit
     logits_mib: int = Field(256, ge=1)  # assumption: 1,000 tokens at V = 128,256 keep the head's GEMM compute-bound
@@ -71,42 +78,12 @@ class CaptureConfig(Config):
             )
 
 
-class Rows(Protocol):
-    """Packed rows, as the prepare stage makes them, on the CPU."""
-
-    @property
-    def input_ids_RS(self) -> Tensor:
-        """int32 token ids."""
-
-    @property
-    def document_ids_RS(self) -> Tensor:
-        """int32 document numbers, -1 on padding."""
-
-    @property
-    def loss_mask_RS(self) -> Tensor:
-        """bool, True where the next token is a target."""
-
-    def row_hashes(self) -> list[str]:
-        """Hex sha256 of each row's content."""
-
-
-class Teacher(Protocol):
-    """A causal language model with its backbone and its output head apart."""
-
-    head_weight_VD: Any
-    head_bias_V: Tensor | None
-    logit_softcap: float | None
-    logit_scale: float
-
-    def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
-        """Hidden states after the final norm, [B, S, D]."""
-
-
 @dataclass(frozen=True)
 class CaptureResult:
-    """What a capture cost. Rates are those of the blocks this run scored, or else of the runs that did.
+    """What a capture cost.
 
-    ``seconds`` and ``peak_mib`` cover all blocks, also those that earlier, interrupted runs finished.
+    ``seconds`` and ``peak_mib`` are what the teacher took for all blocks, also those that earlier runs finished;
+    ``tokens_per_s`` is the pace of the blocks that this run scored, or of all when it scored none.
     """
 
     num_rows: int
@@ -123,7 +100,7 @@ class CaptureResult:
 
 def capture(
     rows: Rows,
-    teacher: Teacher,
+    load_teacher: Callable[[], Teacher],
     out: Path,
     store: Path,
     identity: dict[str, Any],
@@ -131,14 +108,14 @@ def capture(
     vocab_size: int,
     device: torch.device,
 ) -> CaptureResult:
-    """Capture ``rows`` into the folder ``out``, reusing the blocks that ``store`` already holds.
+    """Capture ``rows`` into the folder ``out``, reusing what ``store`` already holds.
 
-    The bytes of ``out`` depend on the arguments alone: not on interruptions and, as far as the teacher's own
-    arithmetic doesn't depend on it, not on the batch size.
+    The bytes of ``out`` don't depend on interruptions nor, as far as the teacher's own arithmetic doesn't, on the
+    batch size. Only a cache cut from a larger one (and marked so) differs from one captured anew.
 
     Args:
         rows: what to score; only positions with a True loss mask are kept.
-        teacher: the model, on ``device``.
+        load_teacher: gives the model in ``config.dtype`` on ``device``; called only if something has to be scored.
         out: becomes a cache that ``TeacherCache.open`` reads; replaced when it exists.
         store: scratch folder for finished blocks, best on the same filesystem (they are hard-linked into ``out``).
         identity: what the signal comes from (model, tokenizer, ...), JSON values; blocks are named by it.
@@ -149,16 +126,13 @@ def capture(
     Raises:
         UserError: a setting that can't work, too little disk space, or a teacher that produces NaN.
     """
-    job = _Job(rows, teacher, Store(store), identity, config, vocab_size, device)
-    found = {block.name: receipt for block in job.blocks if (receipt := job.store.find(block))}
-    missing = [block for block in job.blocks if block.name not in found]
-    if found:
-        print(f"capture: {len(found)} of {len(job.blocks)} blocks are there already", file=sys.stderr)
-    job.require_space(out, missing)
-    written = job.run(missing, done_tokens=sum(receipt.tokens for receipt in found.values()))
-    receipts = [{**found, **written}[block.name] for block in job.blocks]
+    job = _Job(rows, load_teacher, Store(store), identity, config, vocab_size, device)
+    job.plan()
+    job.require_space(out)
+    written = job.run()
+    receipts = [{**job.found, **written}[block.name] for block in job.blocks]
     manifest = job.assemble(out, receipts)
-    timed = list(written.values()) or receipts
+    timed = [written[name] for name in job.scored] or receipts
     return CaptureResult(
         num_rows=manifest["num_rows"],
         num_tokens=manifest["num_tokens"],
@@ -169,17 +143,17 @@ def capture(
         bytes_per_token=manifest["bytes_per_token"],
         mean_tail_mass=manifest["tail_mass"]["mean"],
         num_blocks=len(receipts),
-        reused_blocks=len(found),
+        reused_blocks=len(receipts) - len(job.scored),
     )
 
 
-def engine(device: torch.device, logits_dtype: torch.dtype) -> dict[str, Any]:
+def engine(device: torch.device, dtype: DtypeName) -> dict[str, Any]:
     """What runs the teacher: the device and the versions that can change its numbers or the bytes."""
     packages = ("torch", "transformers", "pcodec", "safetensors")
     found = versions(*packages)
     return {
         "device": device_name(device),
-        "logits_dtype": str(logits_dtype).removeprefix("torch."),
+        "logits_dtype": "float32" if device.type == "cuda" else dtype,  # as head.Head.logits_dtype
         "versions": {package: found[package] for package in packages},
     }
 
@@ -190,7 +164,7 @@ class _Job:
     def __init__(
         self,
         rows: Rows,
-        teacher: Teacher,
+        load_teacher: Callable[[], Teacher],
         store: Store,
         identity: dict[str, Any],
         config: CaptureConfig,
@@ -198,136 +172,135 @@ class _Job:
         device: torch.device,
     ) -> None:
         self.codec: Codec = find_codec(config.codec, "teacher.codec")
-        _refuse(rows, teacher, config, vocab_size)
-        self.rows, self.teacher, self.store, self.config = rows, teacher, store, config
+        config.require_vocabulary(vocab_size)
+        if not bool(rows.loss_mask_RS.any()):
+            raise UserError("no position of the training rows has a target, so there is nothing to capture: add text.")
+        self.rows, self.load_teacher, self.store, self.config = rows, load_teacher, store, config
         self.identity, self.vocab_size, self.device = identity, vocab_size, device
-        self.head = Head(
-            teacher.head_weight_VD.detach()[:vocab_size],
-            None if teacher.head_bias_V is None else teacher.head_bias_V.detach()[:vocab_size],
-            teacher.logit_softcap,
-            teacher.logit_scale,
-        )
-        self.engine = engine(device, self.head.logits_dtype)
+        self.engine = engine(device, config.dtype)
         self.mask_RS = rows.loss_mask_RS.numpy()
         self.num_rows, self.seq_len = self.mask_RS.shape
-        self.batch_rows = max(1, config.batch_tokens // self.seq_len)
-        row_bytes = self.seq_len * config.top_k * self.codec.BYTES_PER_ENTRY
-        rows_per_block = max(1, int(config.shard_mib * 2**20 / row_bytes))
         self.row_hashes = rows.row_hashes()
-        self.blocks = plan_blocks(self.row_hashes, rows_per_block, self._depends_on())
+        self.source = {"identity": identity, "engine": self.engine, "vocab_size": vocab_size, "seq_len": self.seq_len}
+        self.kept = Kept(sha256_json(self.source), config.codec, config.top_k, config.top_p)
+        self.derived_from: dict[str, float] | None = None
+        self.scored: list[str] = []
 
-    def _depends_on(self) -> dict[str, Any]:
-        return {
-            "identity": self.identity,
-            "engine": self.engine,
-            "codec": [self.config.codec, self.codec.VERSION],
-            "top_k": self.config.top_k,
-            "top_p": self.config.top_p,
-            "vocab_size": self.vocab_size,
-            "seq_len": self.seq_len,
+    def plan(self) -> None:
+        """Decide on the blocks, and find those that are finished and the rows that need no teacher."""
+        self._plan_blocks()
+        self.donors = Donors(self.store, self.kept.source, self.kept.top_k, self.kept.top_p, self._names())
+        if not self.found and not self.donors.cover(self.row_hashes):
+            larger = Donors.larger(self.store, self.kept, self.row_hashes)
+            if larger is not None:
+                self.derived_from = {"top_k": larger.top_k, "top_p": larger.top_p}
+                self.donors, self.kept = larger, replace(self.kept, derived=True)
+                self._plan_blocks()
+        missing = [block for block in self.blocks if block.name not in self.found]
+        given = sum(self.donors.cover(block.row_hashes) for block in missing)
+        cut_from = f", cut from top {self.derived_from['top_k']}" if self.derived_from else ""
+        if self.found or given:
+            print(
+                f"capture: of {len(self.blocks)} blocks {len(self.found)} are there and {given} come from an earlier "
+                f"capture{cut_from}",
+                file=sys.stderr,
+            )
+        elif self.store.receipts():
+            print("capture: what is in the store is of other rows or settings, so all is scored", file=sys.stderr)
+        self.missing = missing
+
+    def _plan_blocks(self) -> None:
+        row_bytes = self.seq_len * self.kept.top_k * self.codec.BYTES_PER_ENTRY
+        rows_per_block = max(1, int(self.config.shard_mib * 2**20 / row_bytes))
+        depends_on = {
+            **self.source,
+            "codec": [self.kept.codec, self.codec.VERSION],
+            "top_k": self.kept.top_k,
+            "top_p": self.kept.top_p,
+            "derived_from": self.derived_from,
         }
+        self.blocks = plan_blocks(self.row_hashes, rows_per_block, depends_on)
+        self.found = {block.name: receipt for block in self.blocks if (receipt := self.store.find(block))}
+
+    def _names(self) -> set[str]:
+        return {block.name for block in self.blocks}
 
     def tokens_of(self, block: Block) -> int:
         """Captured positions in a block."""
         return int(self.mask_RS[block.rows.start : block.rows.stop].sum())
 
-    def require_space(self, out: Path, missing: list[Block]) -> None:
+    def require_space(self, out: Path) -> None:
         """Refuse to start when the blocks to capture, or a copy of all blocks in ``out``, won't fit on the disk."""
 
         def estimate(blocks: list[Block]) -> int:
             return int(sum(map(self.tokens_of, blocks)) * self.config.top_k * self.codec.BYTES_PER_ENTRY)
 
-        require_free_space(self.store.folder, estimate(missing), "the teacher's cache")
+        require_free_space(self.store.folder, estimate(self.missing), "the teacher's cache")
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.parent.stat().st_dev != self.store.folder.stat().st_dev:  # a hard link can't cross filesystems
             require_free_space(out.parent, estimate(self.blocks), "a copy of the teacher's cache")
 
-    def run(self, blocks: list[Block], done_tokens: int) -> dict[str, Receipt]:
-        """Score and write ``blocks``; returns their receipts by name."""
+    @cached_property
+    def scorer(self) -> Scorer:
+        """The teacher, loaded when first needed."""
+        scorer = Scorer(
+            self.rows,
+            self.load_teacher(),
+            top_k=self.kept.top_k,
+            top_p=self.kept.top_p,
+            logits_mib=self.config.logits_mib,
+            batch_rows=max(1, self.config.batch_tokens // self.seq_len),
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
+        if str(scorer.head.logits_dtype).removeprefix("torch.") != self.engine["logits_dtype"]:
+            raise ValueError(f"the teacher's logits are {scorer.head.logits_dtype}, not as {self.engine} says")
+        return scorer
+
+    def run(self) -> dict[str, Receipt]:
+        """Score or convert the missing blocks and write them; returns their receipts by name."""
         receipts: dict[str, Receipt] = {}
         pending: deque[tuple[Block, Future[Receipt]]] = deque()
-        stopwatch = Stopwatch(self.device)
+        done_tokens = sum(receipt.tokens for receipt in self.found.values())
         progress = Progress("capture", int(self.mask_RS.sum()), done=done_tokens)
 
         def finish_oldest() -> None:
             block, future = pending.popleft()
             receipts[block.name] = future.result()
 
+        def report(tokens: int) -> None:
+            written = sum(receipt.tokens for receipt in receipts.values())
+            metrics = {"bytes_per_token": sum(r.bytes for r in receipts.values()) / written} if written else {}
+            progress.update(tokens, **metrics)
+
         # Leaving the pool waits for the block being written, so an error or ^C elsewhere doesn't lose it.
         with progress, ThreadPoolExecutor(1, "write") as writer:
-            for block in blocks:
-                entries = self._score(block, lambda tokens: self._report(progress, tokens, receipts))
+            for block in self.missing:
+                given = self.donors.cover(block.row_hashes)
+                if given:
+                    entries, seconds, peak = self.donors.entries(block, self.kept, self.vocab_size)
+                    report(len(entries.tail_mass_N))
+                else:
+                    scorer = self.scorer  # loading it is no part of its pace
+                    stopwatch = Stopwatch(self.device)
+                    entries = scorer.entries(block.rows, report)
+                    self.scored.append(block.name)
                 while len(pending) >= _BLOCKS_IN_FLIGHT - 1:
                     finish_oldest()
+                if not given:
+                    seconds, peak = stopwatch.seconds(), peak_mib(self.device)  # waiting for the writer included
                 mask_RS = self.mask_RS[block.rows.start : block.rows.stop]
-                cost = (stopwatch.seconds(), peak_mib(self.device))
-                stopwatch.restart()
                 pending.append(
-                    (block, writer.submit(self.store.write, block, mask_RS, entries, self.config.codec, *cost))
+                    (block, writer.submit(self.store.write, block, mask_RS, entries, self.kept, seconds, peak))
                 )
             while pending:
                 finish_oldest()
         return receipts
 
-    def _report(self, progress: Progress, tokens: int, receipts: dict[str, Receipt]) -> None:
-        written = sum(receipt.tokens for receipt in receipts.values())
-        metrics = {"bytes_per_token": sum(r.bytes for r in receipts.values()) / written} if written else {}
-        progress.update(tokens, **metrics)
-
-    def _score(self, block: Block, report: Callable[[int], None]) -> Entries:
-        """The kept entries of a block, on the CPU."""
-        parts = []
-        start = block.rows.start
-        while start < block.rows.stop:
-            size = min(self.batch_rows, block.rows.stop - start)
-            part = self._try_batch(start, start + size)
-            if part is None:
-                self._halve_batch(size)
-                continue
-            parts.append(part)
-            report(len(part[0]))
-            start += size
-        ids, logprobs, tails = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        counts_R = self.mask_RS[block.rows.start : block.rows.stop].sum(axis=1, dtype=np.int64)
-        return Entries(ids, logprobs, tails, counts_R, self.vocab_size)
-
-    def _try_batch(self, start: int, stop: int) -> tuple[Any, Any, Any] | None:
-        """The kept entries of rows [start, stop) as numpy arrays, or None when memory ran out."""
-        try:
-            with torch.inference_mode():
-                input_ids_BS = self.rows.input_ids_RS[start:stop].to(self.device)
-                document_ids_BS = self.rows.document_ids_RS[start:stop].to(self.device)
-                # Counted on the CPU, so that the device need not be waited for.
-                positions_N = torch.from_numpy(np.flatnonzero(self.mask_RS[start:stop])).to(self.device)
-                hidden_BSD = self.teacher.hidden(input_ids_BS, document_ids_BS)
-                hidden_ND = hidden_BSD.flatten(0, 1).index_select(0, positions_N).to(self.head.weight_VD.dtype)
-                kept = top_entries(hidden_ND, self.head, self.config.top_k, self.config.logits_mib, self.config.top_p)
-                ids_NK, logprobs_NK, tail_mass_N = (tensor.cpu().numpy() for tensor in kept)
-        except torch.OutOfMemoryError:
-            return None
-        if not np.isfinite(tail_mass_N).all():
-            row = start + int(positions_N[int(np.flatnonzero(~np.isfinite(tail_mass_N))[0])]) // self.seq_len
-            raise UserError(
-                f"the teacher gives NaN or infinite logits in row {row} of the training rows: choose another "
-                f"teacher.dtype than {self.config.dtype}, or another attention implementation."
-            )
-        return ids_NK, logprobs_NK, tail_mass_N
-
-    def _halve_batch(self, size: int) -> None:
-        if size == 1:
-            raise UserError(
-                f"one row of {self.seq_len} tokens does not fit in the memory of {device_name(self.device)}: lower "
-                "teacher.logits_mib or prepare.seq_len, or use a smaller teacher."
-            )
-        self.batch_rows = size // 2
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        print(f"capture: out of memory with {size} rows, trying {self.batch_rows}", file=sys.stderr)
-
     def assemble(self, out: Path, receipts: list[Receipt]) -> dict[str, Any]:
         """Link the blocks into ``out`` and write its manifest, which holds nothing that a second run could change."""
         num_tokens = sum(receipt.tokens for receipt in receipts)
-        shards = [Shard(self.store.shard(block)) for block in self.blocks]
+        shards = [Shard(self.store.path(block.name)) for block in self.blocks]
         placed = list(zip(self.blocks, receipts, strict=True))
         manifest = {
             "format": FORMAT,
@@ -335,8 +308,9 @@ class _Job:
             "codec": self.config.codec,
             "lossless": self.codec.LOSSLESS,
             "codec_kl_nats": sum(s.facts.codec_kl_nats * s.facts.num_tokens for s in shards) / num_tokens,
-            "top_k": self.config.top_k,
-            "top_p": self.config.top_p,
+            "top_k": self.kept.top_k,
+            "top_p": self.kept.top_p,
+            "derived_from": self.derived_from,
             "vocab_size": self.vocab_size,
             "seq_len": self.seq_len,
             "num_rows": self.num_rows,
@@ -348,7 +322,7 @@ class _Job:
             "engine": self.engine,
             "shards": [
                 {
-                    "file": self.store.shard(block).name,
+                    "file": self.store.path(block.name).name,
                     "first_row": block.first_row,
                     "rows": len(block.row_hashes),
                     "tokens": receipt.tokens,
@@ -356,24 +330,12 @@ class _Job:
                 for block, receipt in placed
             ],
             "files": {
-                self.store.shard(block).name: {"sha256": receipt.sha256, "bytes": receipt.bytes}
+                self.store.path(block.name).name: {"sha256": receipt.sha256, "bytes": receipt.bytes}
                 for block, receipt in placed
             },
         }
         with atomic_folder(out) as folder:
             for block in self.blocks:
-                link_or_copy(self.store.shard(block), folder / self.store.shard(block).name)
+                link_or_copy(self.store.path(block.name), folder / self.store.path(block.name).name)
             write_json(folder / MANIFEST, manifest)
         return manifest
-
-
-def _refuse(rows: Rows, teacher: Teacher, config: CaptureConfig, vocab_size: int) -> None:
-    """Settings that can't work, each in one sentence, before anything runs."""
-    config.require_vocabulary(vocab_size)
-    if vocab_size > (head_rows := teacher.head_weight_VD.shape[0]):
-        raise UserError(
-            f"the tokenizer has {vocab_size} tokens, but the teacher's output head only {head_rows} rows: use the "
-            "teacher's own tokenizer."
-        )
-    if not bool(rows.loss_mask_RS.any()):
-        raise UserError("no position of the training rows has a target, so there is nothing to capture: add text.")

@@ -65,6 +65,7 @@ class Manifest(Config):
     num_rows: int = Field(ge=1)
     num_tokens: int = Field(ge=1)
     bytes_per_token: float = Field(ge=0)
+    derived_from: dict[str, float] | None
     rows_sha256: str = Field(pattern=SHA256)
     tail_mass: TailMass
     identity: dict[str, Any]

@@ -214,20 +214,33 @@ class Shard:
         Raises:
             DamageError: the row fails its checksum, or its bytes can't be decoded.
         """
+        if self._token_offsets[row + 1] - self._token_offsets[row] == self.facts.seq_len:
+            ranges, tail_mass_S[:] = self._checked(row)
+            self.codec.decode(self._state, ranges, ids_SK, logprobs_SK)
+        else:
+            mask_S = self.mask_S(row)
+            ids_SK[mask_S], logprobs_SK[mask_S], tail_mass_S[mask_S] = self.read_entries(row)
+
+    def read_entries(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.float32]]:
+        """Ids [N, K], logprobs [N, K] and tail masses [N] of a row's captured positions.
+
+        Raises:
+            DamageError: the row fails its checksum, or its bytes can't be decoded.
+        """
+        ranges, tail_mass_N = self._checked(row)
+        ids_NK = np.empty((len(tail_mass_N), self.facts.top_k), np.int32)
+        logprobs_NK = np.empty(ids_NK.shape, np.float16)
+        self.codec.decode(self._state, ranges, ids_NK, logprobs_NK)
+        return ids_NK, logprobs_NK, tail_mass_N
+
+    def _checked(self, row: int) -> tuple[dict[str, bytes], NDArray[np.float32]]:
+        """A row's byte ranges and tail masses, after testing its checksum."""
         start, stop = (int(offset) for offset in self._token_offsets[row : row + 2])
         tail_mass_N = self.tail_mass_N[start:stop]
         ranges = {stream: self._range(stream, row) for stream in sorted(self.codec.STREAMS)}
         if crc32_row(list(ranges.values()), tail_mass_N) != int(self._arrays["row_crc32"][row]):
             raise DamageError("it fails its checksum")
-        if stop - start == len(tail_mass_S):
-            self.codec.decode(self._state, ranges, ids_SK, logprobs_SK)
-            tail_mass_S[:] = tail_mass_N
-        elif stop > start:
-            ids_NK = np.empty((stop - start, ids_SK.shape[1]), np.int32)
-            logprobs_NK = np.empty(ids_NK.shape, np.float16)
-            self.codec.decode(self._state, ranges, ids_NK, logprobs_NK)
-            mask_S = self.mask_S(row)
-            ids_SK[mask_S], logprobs_SK[mask_S], tail_mass_S[mask_S] = ids_NK, logprobs_NK, tail_mass_N
+        return ranges, tail_mass_N
 
     def _range(self, stream: str, row: int) -> bytes:
         start, stop = self._arrays[f"{stream}_offsets"][row : row + 2]

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from alambique.cache.codec import Entries
+from alambique.cache.codec import Entries, find_codec
 from alambique.cache.shards import FORMAT, SUFFIX, VERSION, Block, write_shard
 from alambique.core.errors import UserError
 from alambique.core.files import atomic_path, read_json, sha256_file, sha256_json, write_json
@@ -18,9 +19,24 @@ from alambique.core.params import Config
 _ABANDONED_SECONDS = 3600  # assumption: writing one shard takes seconds, so an older scratch file is a killed run's
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a capture keeps and how: ``source`` is the hash of all that decides the teacher's distribution itself."""
+
+    source: str
+    codec: str
+    top_k: int
+    top_p: float
+    derived: bool = False  # cut from a larger capture, so not quite what the teacher would give
+
+
 class Receipt(Config):
     """What is known of a finished block: written after its shard, so a shard without one is not finished."""
 
+    source: str
+    top_k: int
+    top_p: float
+    original: bool  # every bit as the teacher gave it: neither derived nor stored by a lossy codec
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     bytes: int = Field(ge=0)
     tokens: int = Field(ge=0)
@@ -48,44 +64,58 @@ class Store:
             if time.time() - scratch.stat().st_mtime > _ABANDONED_SECONDS:
                 scratch.unlink(missing_ok=True)
 
-    def shard(self, block: Block) -> Path:
-        """Where a block's file is, or will be."""
-        return self.folder / f"{block.name}{SUFFIX}"
+    def path(self, name: str) -> Path:
+        """Where the file of the block called ``name`` is, or will be."""
+        return self.folder / f"{name}{SUFFIX}"
+
+    def receipts(self) -> dict[str, Receipt]:
+        """Receipts of all blocks, by name; one that can't be read is no receipt."""
+        found = {path.stem: self._read_receipt(path.stem) for path in sorted(self.folder.glob("*.json"))}
+        return {name: receipt for name, receipt in found.items() if receipt is not None}
+
+    def is_whole(self, name: str, receipt: Receipt) -> bool:
+        """Whether a block's file is the one that its receipt means, by hash."""
+        shard = self.path(name)
+        return shard.is_file() and shard.stat().st_size == receipt.bytes and sha256_file(shard) == receipt.sha256
 
     def find(self, block: Block) -> Receipt | None:
         """The receipt of a block whose file is whole, hashing it; a damaged one is named on stderr and forgotten."""
-        shard, receipt_path = self.shard(block), self._receipt(block)
-        if not (shard.is_file() and receipt_path.is_file()):
+        shard = self.path(block.name)
+        if not (shard.is_file() and self._receipt_path(block.name).is_file()):
             return None
-        try:
-            receipt = Receipt.model_validate(read_json(receipt_path))
-            whole = shard.stat().st_size == receipt.bytes and sha256_file(shard) == receipt.sha256
-        except (UserError, ValidationError):
-            whole = False
-        if whole:
+        receipt = self._read_receipt(block.name)
+        if receipt is not None and self.is_whole(block.name, receipt):
             return receipt
         rows = f"rows {block.rows.start} to {block.rows.stop - 1}"
         print(f"warning: {shard} ({rows}) is damaged and will be captured again", file=sys.stderr)
-        receipt_path.unlink()
+        self._receipt_path(block.name).unlink()
         return None
 
     def write(
-        self, block: Block, mask_RS: NDArray[np.bool_], entries: Entries, codec: str, seconds: float, peak_mib: float
+        self, block: Block, mask_RS: NDArray[np.bool_], entries: Entries, kept: Kept, seconds: float, peak_mib: float
     ) -> Receipt:
         """Encode a block, write it atomically, then its receipt.
 
         Raises:
             UserError: the disk is full or can't be written; finished blocks stay.
         """
-        shard = self.shard(block)
+        shard = self.path(block.name)
         try:
             with atomic_path(shard) as scratch:
-                write_shard(scratch, block, mask_RS, entries, codec)
+                write_shard(scratch, block, mask_RS, entries, kept.codec)
                 sha256, size = sha256_file(scratch), scratch.stat().st_size
             receipt = Receipt(
-                sha256=sha256, bytes=size, tokens=len(entries.tail_mass_N), seconds=seconds, peak_mib=peak_mib
+                source=kept.source,
+                top_k=kept.top_k,
+                top_p=kept.top_p,
+                original=find_codec(kept.codec, str(shard)).LOSSLESS and not kept.derived,
+                sha256=sha256,
+                bytes=size,
+                tokens=len(entries.tail_mass_N),
+                seconds=seconds,
+                peak_mib=peak_mib,
             )
-            write_json(self._receipt(block), receipt.model_dump())
+            write_json(self._receipt_path(block.name), receipt.model_dump())
         except OSError as error:
             raise UserError(
                 f"{shard} could not be written ({error.strerror or error}): free some space and run again, the blocks "
@@ -93,5 +123,11 @@ class Store:
             ) from error
         return receipt
 
-    def _receipt(self, block: Block) -> Path:
-        return self.folder / f"{block.name}.json"
+    def _receipt_path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _read_receipt(self, name: str) -> Receipt | None:
+        try:
+            return Receipt.model_validate(read_json(self._receipt_path(name)))
+        except (UserError, ValidationError):
+            return None

@@ -72,4 +72,4 @@ def decode_ids(id_of_rank_V: NDArray[np.int32], data: bytes, ids: NDArray[np.int
     decompress_into(data, ranks)
     if ranks.size and int(ranks.max()) >= len(id_of_rank_V):
         raise DamageError("a rank lies outside the vocabulary")
-    np.take(id_of_rank_V, ranks, out=ids, mode="clip")  # "clip" doesn't buffer; the range was checked
+    np.take(id_of_rank_V, ranks, out=ids, mode="wrap")  # unlike "raise" it needs no buffer; the range was checked

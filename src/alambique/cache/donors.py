@@ -1,0 +1,102 @@
+"""Rows that an earlier capture in the same store holds already, under other settings: the teacher isn't asked again.
+
+Another shard size, another codec and appended rows take their rows as they are, to the same bytes that the teacher
+would have given. A smaller K or top_p is cut from a larger one; then the mass of the entries that are left out comes
+from their fp16 logprobs (an error below 1e-4), so such a cache says in its manifest what it is derived from.
+
+Dimensions: N captured tokens, K entries.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alambique.cache.codec import DamageError, Entries
+from alambique.cache.shards import Block, Shard
+from alambique.cache.store import Kept, Receipt, Store
+
+Arrays = tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Donor:
+    """Where one row is, and the receipt of its block."""
+
+    shard: Shard
+    row: int
+    receipt: Receipt
+
+
+class Donors:
+    """Rows by content hash, all of one ``source``, ``top_k`` and ``top_p``, from original blocks that are whole."""
+
+    def __init__(self, store: Store, source: str, top_k: int, top_p: float, besides: set[str]) -> None:
+        """Look through the store; blocks named in ``besides`` are left out."""
+        self.top_k, self.top_p = top_k, top_p
+        self._rows: dict[str, Donor] = {}
+        for name, receipt in store.receipts().items():
+            same = (receipt.source, receipt.top_k, receipt.top_p) == (source, top_k, top_p)
+            if not (same and receipt.original) or name in besides or not store.is_whole(name, receipt):
+                continue
+            try:
+                shard = Shard(store.path(name))
+            except DamageError:
+                continue
+            for row, digest in enumerate(shard.row_hashes):
+                self._rows.setdefault(digest, Donor(shard, row, receipt))
+
+    @classmethod
+    def larger(cls, store: Store, kept: Kept, row_hashes: list[str]) -> "Donors | None":
+        """Donors of all rows that keep more than ``kept`` does, or None."""
+        pairs = {
+            (receipt.top_k, receipt.top_p)
+            for receipt in store.receipts().values()
+            if receipt.original
+            and receipt.source == kept.source
+            and receipt.top_k >= kept.top_k
+            and receipt.top_p >= kept.top_p
+        }
+        for top_k, top_p in sorted(pairs - {(kept.top_k, kept.top_p)}, reverse=True):
+            donors = cls(store, kept.source, top_k, top_p, set())
+            if donors.cover(row_hashes):
+                return donors
+        return None
+
+    def cover(self, row_hashes: list[str] | tuple[str, ...]) -> bool:
+        """Whether every one of these rows is here."""
+        return all(digest in self._rows for digest in row_hashes)
+
+    def entries(self, block: Block, kept: Kept, vocab_size: int) -> tuple[Entries, float, float]:
+        """A block's entries, cut down to ``kept``; the seconds that the teacher once took for them; and its peak MiB.
+
+        Raises:
+            DamageError: a donor can't be decoded, although its hash is right.
+        """
+        donors = [self._rows[digest] for digest in block.row_hashes]
+        parts = [cut(donor.shard.read_entries(donor.row), kept.top_k, kept.top_p) for donor in donors]
+        ids, logprobs, tails = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        counts_R = np.array([len(part[0]) for part in parts], np.int64)
+        pace = [donor.receipt.seconds / max(1, donor.receipt.tokens) for donor in donors]
+        seconds = float(sum(count * each for count, each in zip(counts_R, pace, strict=True)))
+        peak = max(donor.receipt.peak_mib for donor in donors)
+        return Entries(ids, logprobs, tails, counts_R, vocab_size), seconds, peak
+
+
+def cut(arrays: Arrays, top_k: int, top_p: float) -> Arrays:
+    """Keep the first ``top_k`` entries, and of those no more than hold the mass ``top_p``; the rest joins the tail."""
+    ids_NK, logprobs_NK, tail_mass_N = arrays
+    mass_NK: NDArray[Any] = np.exp(logprobs_NK.astype(np.float64))
+    keep_NK = np.broadcast_to(np.arange(ids_NK.shape[1]) < top_k, ids_NK.shape)
+    if top_p < 1:
+        before_NK = np.cumsum(mass_NK, axis=1) - mass_NK
+        keep_NK = keep_NK & (before_NK < top_p)
+    surplus_NK = ~keep_NK & (mass_NK > 0)
+    if surplus_NK.any():
+        tail_mass_N = np.minimum(tail_mass_N + (mass_NK * surplus_NK).sum(axis=1), 1).astype(np.float32)
+    filled_NK = keep_NK[:, :top_k] & ~np.isneginf(logprobs_NK[:, :top_k])
+    if filled_NK.all():
+        return np.ascontiguousarray(ids_NK[:, :top_k]), np.ascontiguousarray(logprobs_NK[:, :top_k]), tail_mass_N
+    logprobs_NK = np.where(filled_NK, logprobs_NK[:, :top_k], np.float16(-np.inf))
+    return np.where(filled_NK, ids_NK[:, :top_k], np.int32(0)), logprobs_NK, tail_mass_N

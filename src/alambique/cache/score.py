@@ -1,0 +1,147 @@
+"""The teacher's forward pass over rows, in batches that shrink when memory runs out.
+
+Dimensions: R rows, B rows of a batch, S positions, D hidden size, V vocabulary, N captured tokens, K entries.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alambique.cache.codec import Entries
+from alambique.cache.head import Head, top_entries
+from alambique.core.errors import UserError
+from alambique.core.measure import device_name
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class Rows(Protocol):
+    """Packed rows, as the prepare stage makes them, on the CPU."""
+
+    @property
+    def input_ids_RS(self) -> Tensor:
+        """int32 token ids."""
+
+    @property
+    def document_ids_RS(self) -> Tensor:
+        """int32 document numbers, -1 on padding."""
+
+    @property
+    def loss_mask_RS(self) -> Tensor:
+        """bool, True where the next token is a target."""
+
+    def row_hashes(self) -> list[str]:
+        """Hex sha256 of each row's content."""
+
+
+class Teacher(Protocol):
+    """A causal language model with its backbone and its output head apart."""
+
+    head_weight_VD: Any
+    head_bias_V: Tensor | None
+    logit_softcap: float | None
+    logit_scale: float
+
+    def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
+        """Hidden states after the final norm, [B, S, D]."""
+
+
+class Scorer:
+    """Scores rows with a teacher.
+
+    Args:
+        rows: what to score; only positions with a True loss mask are kept.
+        teacher: on ``device``.
+        top_k, top_p: what is kept (see ``CaptureConfig``).
+        logits_mib: memory for the logits of a chunk.
+        batch_rows: rows of one forward pass, until memory runs out.
+        vocab_size: rows of the head beyond it are padding, and cut.
+        device: where the teacher is.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        teacher: Teacher,
+        *,
+        top_k: int,
+        top_p: float,
+        logits_mib: int,
+        batch_rows: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        if vocab_size > (head_rows := teacher.head_weight_VD.shape[0]):
+            raise UserError(
+                f"the tokenizer has {vocab_size} tokens, but the teacher's output head only {head_rows} rows: use the "
+                "teacher's own tokenizer."
+            )
+        self._rows, self._mask_RS, self._teacher = rows, rows.loss_mask_RS.numpy(), teacher
+        self._top_k, self._top_p, self._logits_mib = top_k, top_p, logits_mib
+        self._batch_rows, self._device = batch_rows, device
+        self.head = Head(
+            teacher.head_weight_VD.detach()[:vocab_size],
+            None if teacher.head_bias_V is None else teacher.head_bias_V.detach()[:vocab_size],
+            teacher.logit_softcap,
+            teacher.logit_scale,
+        )
+
+    def entries(self, numbers: range, report: Callable[[int], None]) -> Entries:
+        """The kept entries of consecutive rows, on the CPU; ``report`` hears of each batch's captured tokens.
+
+        Raises:
+            UserError: a single row doesn't fit into memory, or the teacher gives NaN.
+        """
+        parts = []
+        start = numbers.start
+        while start < numbers.stop:
+            size = min(self._batch_rows, numbers.stop - start)
+            part = self._try_batch(start, start + size)
+            if part is None:
+                self._halve_batch(size)
+                continue
+            parts.append(part)
+            report(len(part[0]))
+            start += size
+        ids, logprobs, tails = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        counts_R = self._mask_RS[numbers.start : numbers.stop].sum(axis=1, dtype=np.int64)
+        return Entries(ids, logprobs, tails, counts_R, self.head.weight_VD.shape[0])
+
+    def _try_batch(self, start: int, stop: int) -> tuple[Any, Any, Any] | None:
+        """Ids, logprobs and tail masses of rows [start, stop) as numpy arrays, or None when memory ran out."""
+        try:
+            with torch.inference_mode():
+                input_ids_BS = self._rows.input_ids_RS[start:stop].to(self._device)
+                document_ids_BS = self._rows.document_ids_RS[start:stop].to(self._device)
+                # Counted on the CPU, so that the device need not be waited for.
+                positions_N = torch.from_numpy(np.flatnonzero(self._mask_RS[start:stop])).to(self._device)
+                hidden_BSD = self._teacher.hidden(input_ids_BS, document_ids_BS)
+                hidden_ND = hidden_BSD.flatten(0, 1).index_select(0, positions_N).to(self.head.weight_VD.dtype)
+                kept = top_entries(hidden_ND, self.head, self._top_k, self._logits_mib, self._top_p)
+                ids_NK, logprobs_NK, tail_mass_N = (tensor.cpu().numpy() for tensor in kept)
+        except torch.OutOfMemoryError:
+            return None
+        if not np.isfinite(tail_mass_N).all():
+            index = int(np.flatnonzero(~np.isfinite(tail_mass_N))[0])
+            row = start + int(positions_N[index]) // self._mask_RS.shape[1]
+            raise UserError(
+                f"the teacher gives NaN or infinite logits in row {row} of the training rows: choose another "
+                f"teacher.dtype than {str(self.head.weight_VD.dtype).removeprefix('torch.')}, or another attention "
+                "implementation."
+            )
+        return ids_NK, logprobs_NK, tail_mass_N
+
+    def _halve_batch(self, size: int) -> None:
+        if size == 1:
+            raise UserError(
+                f"one row of {self._mask_RS.shape[1]} tokens does not fit in the memory of "
+                f"{device_name(self._device)}: lower teacher.logits_mib or prepare.seq_len, or use a smaller teacher."
+            )
+        self._batch_rows = size // 2
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        print(f"capture: out of memory with {size} rows, trying {self._batch_rows}", file=sys.stderr)
