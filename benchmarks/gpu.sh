@@ -69,7 +69,7 @@ if [ -n "${WHEELS:-}" ]; then
 fi
 step "environment" check
 # Cases run these tests again by themselves and record nothing when one fails; first here, so that a failure shows alone.
-step "correctness" "$PYTHON" -m pytest -x -m "$marked" -o timeout=120 tests/losses tests/kernels
+step "correctness" "$PYTHON" -m pytest -x -m "$marked" -W default tests/losses tests/kernels
 step "loss_precision" "$PYTHON" -m benchmarks.run loss_precision "${flags[@]}"
 step "loss_memory" "$PYTHON" -m benchmarks.run loss_memory "${flags[@]}"
 step "loss_speed" "$PYTHON" -m benchmarks.run loss_speed "${flags[@]}"

@@ -64,7 +64,7 @@ def _objective(logits_NV: Tensor, head: Head, task: Task, *, with_gradient: bool
         z_CV, soft_CV, tanh_CV = space.take(rows.stop - start)
         z_CV.copy_(logits_NV[rows])
         if tanh_CV is not None and head.softcap is not None:
-            torch.div(z_CV, head.softcap, out=tanh_CV)
+            torch.div(z_CV, head.softcap, out=tanh_CV).clamp_(-1, 1)  # padding is at FLOOR, whose square is infinite
         totals += evaluate(z_CV, soft_CV, task, rows, with_gradient).totals(task.scale_N[rows])
         if with_gradient:
             head.pull_back(z_CV, tanh_CV)
