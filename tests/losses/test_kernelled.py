@@ -15,7 +15,7 @@ from alambique.losses import divergence, kernelled
 from alambique.losses.distillation import choose
 from alambique.losses.task import Task, build
 from tests.losses.problems import Case, assert_same, dense, grads, make_case, top_k
-from tests.losses.test_paths import SMALL, objectives
+from tests.losses.test_objective import SMALL, objectives
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.gpu
