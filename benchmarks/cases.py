@@ -6,6 +6,7 @@ need more (Liger, transformers) than the others. Adding one is adding a line to 
 Dimension letters: N tokens, D hidden size, V vocabulary, K kept entries.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,13 +39,18 @@ class Options:
         device: where timings and measured peaks are taken.
         quick: tiny shapes, to see that everything runs; its figures mean nothing and are never recorded.
         repeats: timed runs of each contender, interleaved; the median counts.
-        only: names of shapes or contenders to keep, as the case documents them; empty for all.
+        only: names of shapes, dtypes or contenders to keep, see ``keep``.
     """
 
     device: torch.device
     quick: bool = False
     repeats: int = 5
     only: tuple[str, ...] = ()
+
+    def keep(self, names: Iterable[str]) -> list[str]:
+        """Those of a group of names that ``only`` mentions; all of them if it mentions none of the group."""
+        names = list(names)
+        return [name for name in names if name in self.only] or names
 
 
 @dataclass
@@ -102,9 +108,7 @@ CASES: dict[str, Case] = {
         ("tests/cache",),
         _CACHE_CODE,
     ),
-    "capture": Case(
-        "capture against the bare forward pass", "benchmarks.capture_cases", ("tests/cache",), _CACHE_CODE
-    ),
+    "capture": Case("capture against the bare forward pass", "benchmarks.capture_cases", ("tests/cache",), _CACHE_CODE),
     "ladder": Case("held-out KL by tail rule and K", "benchmarks.ladder", ("tests/train",), ("src/alambique",)),
     "methods": Case("the four methods in training", "benchmarks.methods", ("tests/train",), ("src/alambique",)),
     "train": Case("a training step and its parts", "benchmarks.train", ("tests/train",), ("src/alambique",)),

@@ -28,8 +28,7 @@ def run(options: Options) -> Outcome:
     tokens = (256, 512) if options.quick else TOKENS
     on_gpu = options.device.type == "cuda"
     names, out.notes = available(
-        [name for name in (MEASURED if on_gpu else CONTENDERS) if not options.only or name in options.only],
-        options.device if on_gpu else torch.device("meta"),
+        options.keep(MEASURED if on_gpu else CONTENDERS), options.device if on_gpu else torch.device("meta")
     )
     hidden, vocab = (64, 1024) if options.quick else LLAMA31_8B
     keys = ("counted_gib", "counted_retained_gib", "peak_gib", "retained_gib")

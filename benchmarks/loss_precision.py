@@ -21,7 +21,7 @@ CONTENDERS = [
 
 def run(options: Options) -> Outcome:
     """Measure all paths; ``only`` keeps contenders."""
-    names, notes = available([n for n in CONTENDERS if not options.only or n in options.only], options.device)
+    names, notes = available(options.keep(CONTENDERS), options.device)
     out = Outcome(notes=notes, summary={"grad_error": {}})
     shape = Shape(64, 64, 1024) if options.quick else Shape(512, *SMOLLM2_135M)
     for teacher in ("near", "far"):

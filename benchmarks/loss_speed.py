@@ -7,7 +7,7 @@ the path that ``ours`` names; ``filtered`` has the gradient filter on real logit
 """
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -29,23 +29,18 @@ QUICK_SHAPES = (Shape(256, 64, 1024),)
 def run(options: Options) -> Outcome:
     """Time all contenders at all shapes and dtypes."""
     on_gpu = options.device.type == "cuda"
-    names, notes = available(_kept(CONTENDERS, options), options.device)
+    names, notes = available(options.keep(CONTENDERS), options.device)
     ours = "triton" if on_gpu and "triton" in PATHS else "fused"
     if ours not in names:
         names.insert(0, ours)
     out = Outcome(notes=notes, summary={"ours": ours, "ratio_to": {}})
     shapes = {str(shape): shape for shape in (QUICK_SHAPES if options.quick else GPU_SHAPES if on_gpu else CPU_SHAPES)}
     dtypes = {_name(dtype): dtype for dtype in ((torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16))}
-    for shape in _kept(shapes, options):
-        for dtype in _kept(dtypes, options):
+    for shape in options.keep(shapes):
+        for dtype in options.keep(dtypes):
             _compare(shapes[shape], dtypes[dtype], ours, names, options, out)
     out.summary["filtered"] = _filtered(options, out)
     return out
-
-
-def _kept(names: Iterable[str], options: Options) -> list[str]:
-    """Those of a group of names that ``only`` mentions; all of them if it mentions none."""
-    return [name for name in names if name in options.only] or list(names)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -55,6 +50,7 @@ def _name(dtype: torch.dtype) -> str:
 def _compare(shape: Shape, dtype: torch.dtype, ours: str, names: list[str], options: Options, out: Outcome) -> None:
     problem = problems.make(shape, dtype, options.device)
     steps: dict[str, Callable[[], object]] = {"three_gemms": _three_gemms(problem)}
+    steps["three_gemms"]()
     for name in names:
         step = _step(problem, name)
         try:
@@ -73,6 +69,7 @@ def _compare(shape: Shape, dtype: torch.dtype, ours: str, names: list[str], opti
             {
                 "contender": name, "shape": str(shape), "dtype": _name(dtype), "median_s": statistics.median(runs),
                 "min_s": min(runs), "max_s": max(runs), "ours_to_theirs": against, "repeats": options.repeats,
+                "clock": timing.clock(options.device),
             }
         )  # fmt: skip
         if name != ours:

@@ -9,16 +9,19 @@ import torch
 from benchmarks import records, run
 from benchmarks.cases import CASES, Options, Outcome
 
-HEAVY = ("dvc", "prefect", "mlflow", "transformers")
+
+def imported(modules: list[str], suspects: tuple[str, ...]) -> str:
+    code = f"import sys, {', '.join(modules)}; print([name for name in {suspects} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=records.ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def test_benchmarks_need_nothing_of_the_pipeline() -> None:
-    modules = sorted(
-        f"benchmarks.{path.stem}" for path in (records.ROOT / "benchmarks").glob("*.py") if path.stem != "__init__"
-    )
-    code = f"import sys, {', '.join(modules)}; print([m for m in {HEAVY} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=records.ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    files = (records.ROOT / "benchmarks").glob("*.py")
+    modules = sorted(f"benchmarks.{path.stem}" for path in files if path.stem != "__init__")
+    assert imported(modules, ("dvc", "prefect", "mlflow")) == "[]"
+    loss = [name for name in modules if name.startswith("benchmarks.loss_")]
+    assert imported([*loss, "benchmarks.run"], ("transformers", "liger_kernel", "cut_cross_entropy", "triton")) == "[]"
 
 
 def test_every_case_names_tests_and_code_that_exist() -> None:
