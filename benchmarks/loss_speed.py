@@ -21,7 +21,7 @@ CONTENDERS = [
     "fused", "triton", "tiled", "recompute", "forward_chunked", "dense", "dense_plain", "liger", "liger_kl",
     "torch_lce", "cce",
 ]  # fmt: skip
-CPU_SHAPES = (Shape(2048, *SMOLLM2_135M), Shape(1024, *LLAMA32_1B))
+CPU_SHAPES = (*(Shape(tokens, *SMOLLM2_135M) for tokens in (512, 1024, 2048)), Shape(1024, *LLAMA32_1B))
 GPU_SHAPES = tuple(Shape(tokens, *LLAMA31_8B) for tokens in (1024, 8192, 32_768))
 QUICK_SHAPES = (Shape(256, 64, 1024),)
 
