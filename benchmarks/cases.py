@@ -85,7 +85,8 @@ class Case:
     measures: tuple[str, ...]
 
 
-_LOSS_TESTS = ("tests/losses", "tests/kernels", "tests/benchmarks")
+_HOUSE_TESTS = ("tests/benchmarks/test_run.py", "tests/benchmarks/test_counting.py")
+_LOSS_TESTS = ("tests/losses", "tests/kernels", "tests/benchmarks/test_loss_cases.py", *_HOUSE_TESTS)
 _LOSS_CODE = ("src/alambique/losses", "src/alambique/kernels", "src/alambique/core/signal.py", "benchmarks")
 _CACHE_CODE = ("src/alambique/cache", "src/alambique/core/signal.py", "benchmarks")
 
