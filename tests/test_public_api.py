@@ -38,6 +38,7 @@ def test_signature_of_the_loss() -> None:
         "config",
         "impl",
         "weight_grad_VD",
+        "vocab_group",
     ]
     assert list(LossOutput.__dataclass_fields__) == ["loss", "kd", "ce", "student_mass", "entropy", "impl"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alambique.core.signal import DenseSignal, StatesSignal, TopKSignal
 from alambique.losses.config import LossConfig
-from alambique.losses.objective import Rows, compare, dense_rows, locate, pick_labels, spread, strip
+from alambique.losses.objective import Rows, compare, dense_rows, locate, pick_labels, portion, spread, strip
 from alambique.losses.project import Gradients, Head
 from alambique.losses.targets import kept_entries
 from alambique.losses.task import Task
@@ -17,12 +17,13 @@ _DENSE_BUFFERS = 8  # [C, V] arrays alive at once for a dense signal: logits, lo
 
 
 def student_head(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> Head:
-    """The student's head, cast once to the hidden states' dtype."""
+    """The student's head, or this process's block of it, cast once to the hidden states' dtype."""
+    start = task.shard.start if task.shard is not None else 0
     return Head(
         weight_VD,
         bias_V,
         operand_dtype=hidden_ND.dtype,
-        vocab_size=task.vocab_size,
+        vocab_size=min(max(task.vocab_size - start, 0), weight_VD.shape[0]),
         softcap=task.config.logit_softcap,
         scale=task.config.logit_scale,
     )
@@ -41,7 +42,8 @@ class Workspace:
 
     def __init__(self, head: Head, task: Task, tokens: int) -> None:
         sparse = isinstance(task.signal, TopKSignal)
-        self.tokens = min(chunk_tokens(task.config, head.columns, sparse), max(1, tokens))
+        columns = head.columns if task.shard is None else head.rows  # processes must take equal chunks
+        self.tokens = min(chunk_tokens(task.config, columns, sparse), max(1, tokens))
         self._z_CV = task.scale_N.new_empty(self.tokens, head.columns)
         self._soft_CV = torch.empty_like(self._z_CV) if sparse and task.config.temperature != 1 else None
         self._tanh_CV = torch.empty_like(self._z_CV) if head.softcap is not None else None
@@ -68,6 +70,8 @@ def sweep(
         if gradients is not None:
             head.pull_back(z_CV, tanh_CV)
             gradients.add(head, hidden_ND[rows], z_CV, start)
+    if task.shard is not None and gradients is not None and gradients.hidden_ND is not None:
+        task.shard.sum_(gradients.hidden_ND)
     return totals
 
 
@@ -82,14 +86,20 @@ def evaluate(z_CV: Tensor, soft_CV: Tensor | None, task: Task, rows: slice, with
     if not isinstance(signal, TopKSignal):
         return dense_rows(z_CV, teacher_logprobs(signal, z_CV, task), labels_C, grad_scale_C, config)
     kept = kept_entries(signal, labels_C, config.tail, task.vocab_size, z_CV.dtype)
-    slots, label_z_C = locate(kept, 0, z_CV.shape[1]), pick_labels(z_CV, labels_C, 0)
-    soft_tail = None
+    start = task.shard.start if task.shard is not None else 0
+    slots, label_z_C = locate(kept, start, start + z_CV.shape[1]), pick_labels(z_CV, labels_C, start)
+    soft_here = None
     if soft_CV is not None:
-        soft_tail = strip(torch.div(z_CV, config.temperature, out=soft_CV), slots)[1]
-    z_CK, tail = strip(z_CV, slots)
+        soft_here = strip(torch.div(z_CV, config.temperature, out=soft_CV), slots)[1]
+    z_CK, here = strip(z_CV, slots)
+    tail, soft_tail = here, soft_here
+    if task.shard is not None:
+        z_CK, label_z_C, tail, soft_tail = task.shard.join(z_CK, label_z_C, here, soft_here)
     found, factors = compare(kept, z_CK, tail, soft_tail, label_z_C, grad_scale_C, config)
     if factors is not None:
-        spread(z_CV, soft_CV, slots, labels_C, factors, 0)
+        if task.shard is not None:
+            factors = portion(factors, here, tail, soft_here, soft_tail)
+        spread(z_CV, soft_CV, slots, labels_C, factors, start)
     return found
 
 

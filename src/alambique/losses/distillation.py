@@ -8,13 +8,14 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.signal import Signal, TopKSignal
-from alambique.losses import chunked, dense, forward_chunked, fused, kernelled, tiled
+from alambique.losses import chunked, dense, forward_chunked, fused, kernelled, parallel, tiled
 from alambique.losses.config import LossConfig
 from alambique.losses.task import Task, build
 
@@ -30,6 +31,7 @@ PATHS: dict[str, Path] = {
     "triton": kernelled.run,
     "tiled": tiled.run,
 }
+SHARDED = ("fused", "recompute")  # paths for heads spread over processes
 DEFAULT_CONFIG = LossConfig()
 _FEWEST_TOKENS = 64  # assumption: below this many tokens per chunk, tiles reach more of a device's speed
 
@@ -68,13 +70,15 @@ def distillation_loss(
     config: LossConfig = DEFAULT_CONFIG,
     impl: str = "auto",
     weight_grad_VD: Tensor | None = None,
+    vocab_group: Any = None,
 ) -> LossOutput:
     """Distillation loss of a student whose logits are hidden_ND @ head_weight_VD.T, never all built at once.
 
     Args:
         hidden_ND: [N, D] after the final norm. Its dtype is that of the matrix products' operands.
-        head_weight_VD: [V, D], of any float dtype: a float32 parameter beside bfloat16 hidden states is cast once,
-            and gets a float32 gradient that was never rounded, which is better than passing its bfloat16 cast.
+        head_weight_VD: [V, D], of any float dtype: a float32 parameter beside bfloat16 hidden states is cast once and
+            gets a float32 gradient, a sum that was never rounded, which is better than passing its bfloat16 cast. A
+            DTensor, as FSDP2 makes it, is gathered once and its gradient averaged and scattered once.
         signal: the teacher, for N tokens, already shifted: row i is about the token that follows position i.
         labels_N: [N] ids of the next tokens; rows at -100 are dropped.
         weights_N: [N] weights of rows, 1 by default; rows at 0 are dropped.
@@ -88,6 +92,9 @@ def distillation_loss(
         weight_grad_VD: a buffer shaped like the head, such as its ``grad``, to which the head's gradient is added;
             autograd then gets none for the head. ``fused`` adds it during this call, as for a loss that is not scaled
             afterwards; the others in the backward pass; ``dense`` refuses.
+        vocab_group: a ``torch.distributed`` group whose processes each pass an equal block of the head's rows, in the
+            order of their ranks, and the same tokens; ``head_bias_V`` and ``weight_grad_VD`` are of the block too. The
+            loss and dH come out whole on each. Paths ``fused`` and ``recompute``.
 
     Raises:
         UserError: an unknown ``impl``, or an option that it or these inputs can't serve.
@@ -95,11 +102,23 @@ def distillation_loss(
     """
     if impl != "auto" and impl not in PATHS:
         raise UserError(f"loss: impl {impl} does not exist{did_you_mean(impl, [*PATHS, 'auto'])}")
+    head_weight_VD = parallel.gathered(head_weight_VD)
     with _own_precision(hidden_ND.device.type):
         kept_ND, task = build(
-            hidden_ND, head_weight_VD, signal, labels_N, weights_N, vocab_size, denominator, config, weight_grad_VD
+            hidden_ND,
+            head_weight_VD,
+            signal,
+            labels_N,
+            weights_N,
+            vocab_size,
+            denominator,
+            config,
+            weight_grad_VD,
+            vocab_group,
         )
         path = choose(kept_ND, head_weight_VD, task) if impl == "auto" else impl
+        if task.shard is not None and path not in SHARDED:
+            raise UserError(f"loss: impl {path} can't use a head that vocab_group spreads: choose impl fused.")
         loss, totals = PATHS[path](kept_ND, head_weight_VD, head_bias_V, task)
     kd, ce, _, mass, entropy = totals.unbind()
     return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy, path)
@@ -115,6 +134,8 @@ def choose(hidden_ND: Tensor, head_weight_VD: Tensor, task: Task) -> str:
     sparse = isinstance(task.signal, TopKSignal)
     tokens = chunked.chunk_tokens(task.config, head_weight_VD.shape[0], sparse)
     path, why = "fused", "three matrix products, the gradient is formed in the forward pass"
+    if task.shard is not None:
+        return path
     if hidden_ND.is_cuda and kernelled.cannot(task, hidden_ND.device) is None:
         path, why = "triton", "as fused, with one kernel per chunk between the matrix products"
     if sparse and tokens < _FEWEST_TOKENS:

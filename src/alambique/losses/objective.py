@@ -186,7 +186,7 @@ def spread(
         soft_c_CV: the same at the config's temperature, or None.
         slots: the block's.
         labels_C: int64, or None.
-        factors: of these rows, tails already weighted with the block's share of the tail (see ``share``).
+        factors: of these rows, for the block's portion of the tail (see ``portion``).
         start: the block's first column.
     """
     c_CV.mul_(factors.tail_C[:, None])
@@ -196,8 +196,17 @@ def spread(
     subtract_labels(c_CV, labels_C, factors.label_C, start)
 
 
-def share(block: LogSum, tail: LogSum) -> Tensor:
-    """The block's part of the tail's mass, [C]."""
+def portion(
+    factors: Factors, here: LogSum, tail: LogSum, soft_here: LogSum | None, soft_tail: LogSum | None
+) -> Factors:
+    """The factors for one of several blocks, of which the tail's logsumexp is ``here`` out of ``tail``."""
+    soft_C = factors.soft_tail_C
+    if soft_C is not None and soft_here is not None and soft_tail is not None:
+        soft_C = soft_C * _share(soft_here, soft_tail)
+    return factors._replace(tail_C=factors.tail_C * _share(here, tail), soft_tail_C=soft_C)
+
+
+def _share(block: LogSum, tail: LogSum) -> Tensor:
     return (block.relative_to(tail.top_C) - tail.rest_C).exp()
 
 

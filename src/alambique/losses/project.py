@@ -23,6 +23,7 @@ class Head:
     """A head with its bias, scale and soft-cap, applied to chunks in buffers that it doesn't own.
 
     Attributes:
+        rows: of the head that was given.
         columns: how many are computed: the vocabulary rounded up as far as the head has rows.
         weight_VD: those rows, in the operands' dtype.
     """
@@ -38,7 +39,8 @@ class Head:
         scale: float,
     ) -> None:
         self.vocab_size, self.softcap, self.scale = vocab_size, softcap, scale
-        self.columns = min(weight_VD.shape[0], -(-vocab_size // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE)
+        self.rows = weight_VD.shape[0]
+        self.columns = min(self.rows, max(1, -(-vocab_size // _COLUMN_MULTIPLE)) * _COLUMN_MULTIPLE)
         self.weight_VD = weight_VD[: self.columns].to(operand_dtype)
         self.bias_V = bias_V[: self.columns] if bias_V is not None else None
 

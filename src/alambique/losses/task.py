@@ -4,14 +4,16 @@ Dimension letters: N tokens (after dropping), K kept entries, V vocabulary, D hi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alambique.core.errors import UserError
 from alambique.core.signal import DenseSignal, Signal, StatesSignal, TopKSignal
-from alambique.losses import divergence
+from alambique.losses import divergence, parallel
 from alambique.losses.config import LossConfig
+from alambique.losses.parallel import Shard
 
 IGNORED_LABEL = -100  # source: torch's cross_entropy
 
@@ -27,6 +29,7 @@ class Task:
         vocab_size: columns of the head from here on are padding.
         config: the objective.
         weight_grad_VD: where the head's gradient is added, instead of being handed to autograd; or None.
+        shard: which block of the head this process has, or None for all of it.
     """
 
     signal: Signal
@@ -35,6 +38,7 @@ class Task:
     vocab_size: int
     config: LossConfig
     weight_grad_VD: Tensor | None = None
+    shard: Shard | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -63,6 +67,7 @@ def build(
     denominator: Tensor | float | None,
     config: LossConfig,
     weight_grad_VD: Tensor | None,
+    vocab_group: Any = None,
 ) -> tuple[Tensor, Task]:
     """Check shapes and options, drop rows without weight, and return the hidden states left with their task.
 
@@ -70,9 +75,13 @@ def build(
         UserError: an option that can't be had with these inputs.
         ValueError: shapes or dtypes that don't fit together.
     """
-    vocab_size = vocab_size or head_weight_VD.shape[0]
+    shard = parallel.shard_of(vocab_group, head_weight_VD.shape[0]) if vocab_group is not None else None
+    rows = head_weight_VD.shape[0] * (shard.size if shard is not None else 1)
+    vocab_size = vocab_size or rows
+    if not 0 < vocab_size <= rows:
+        raise ValueError(f"vocab_size {vocab_size} is not within the head's {rows} rows")
     _check_shapes(hidden_ND, head_weight_VD, signal, labels_N, weights_N, vocab_size, weight_grad_VD)
-    _check_options(signal, labels_N, config)
+    _check_options(signal, labels_N, config, shard)
     dtype = compute_dtype(hidden_ND)
     weight_N = torch.ones(hidden_ND.shape[0], dtype=dtype, device=hidden_ND.device)
     if weights_N is not None:
@@ -90,7 +99,7 @@ def build(
         hidden_ND, scale_N, signal = hidden_ND.index_select(0, kept), scale_N[kept], signal[kept]
         labels_N = labels_N[kept] if labels_N is not None else None
     labels_N = labels_N.long() if labels_N is not None else None
-    return hidden_ND, Task(signal, labels_N, scale_N, vocab_size, config, weight_grad_VD)
+    return hidden_ND, Task(signal, labels_N, scale_N, vocab_size, config, weight_grad_VD, shard)
 
 
 def _check_shapes(
@@ -112,8 +121,6 @@ def _check_shapes(
             raise ValueError(f"{name} {tuple(tensor.shape)} is not [N] with N = {tokens}")
     if signal.num_tokens != tokens:
         raise ValueError(f"the signal has {signal.num_tokens} tokens, the hidden states {tokens}")
-    if not 0 < vocab_size <= head_weight_VD.shape[0]:
-        raise ValueError(f"vocab_size {vocab_size} is not within the head's {head_weight_VD.shape[0]} rows")
     if isinstance(signal, DenseSignal) and signal.logprobs_NV.shape[1] < vocab_size:
         raise ValueError(f"the dense signal has {signal.logprobs_NV.shape[1]} columns, fewer than {vocab_size}")
     if isinstance(signal, StatesSignal) and signal.head_weight_VD.shape[0] < vocab_size:
@@ -122,10 +129,12 @@ def _check_shapes(
         raise ValueError(f"weight_grad {tuple(weight_grad_VD.shape)} is not of the head's shape")
 
 
-def _check_options(signal: Signal, labels_N: Tensor | None, config: LossConfig) -> None:
+def _check_options(signal: Signal, labels_N: Tensor | None, config: LossConfig, shard: Shard | None) -> None:
     if labels_N is None and config.ce_weight > 0:
         raise UserError("loss: ce_weight > 0 needs labels: pass labels_N, or set ce_weight: 0.")
     if not isinstance(signal, TopKSignal):
+        if shard is not None:
+            raise UserError("loss: vocab_group can't be used with a dense signal: pass a top-K signal or a whole head.")
         return
     if config.tail != "bucket" and divergence.load(config.divergence).ZERO_TEACHER_IS_INFINITE:
         raise UserError(

@@ -18,7 +18,7 @@ from alambique.core.errors import UserError
 from alambique.core.signal import TopKSignal
 from alambique.losses.chunked import student_head
 from alambique.losses.fused import finished, new_gradients
-from alambique.losses.objective import LogSum, compare, locate, pick_labels, share, spread, strip
+from alambique.losses.objective import LogSum, compare, locate, pick_labels, portion, spread, strip
 from alambique.losses.project import Gradients, Head, add_product, rounded
 from alambique.losses.targets import Kept, kept_entries
 from alambique.losses.task import Task
@@ -141,10 +141,8 @@ def _pull(tiles: _Tiles, hidden_CD: Tensor, rows: slice, scan: _Scan, task: Task
     sum_CD = hidden_CD.new_zeros(hidden_CD.shape, dtype=task.compute_dtype) if gradients.hidden_ND is not None else None
     for start, z_CV, soft_CV, tanh_CV in tiles.make(hidden_CD):
         stop, slots = start + z_CV.shape[1], locate(kept, start, start + z_CV.shape[1])
-        here = factors
-        if soft_CV is not None and scan.soft_tail is not None and factors.soft_tail_C is not None:
-            here = here._replace(soft_tail_C=factors.soft_tail_C * share(strip(soft_CV, slots)[1], scan.soft_tail))
-        here = here._replace(tail_C=factors.tail_C * share(strip(z_CV, slots)[1], scan.tail))
+        soft_here = strip(soft_CV, slots)[1] if soft_CV is not None else None
+        here = portion(factors, strip(z_CV, slots)[1], scan.tail, soft_here, scan.soft_tail)
         spread(z_CV, soft_CV, slots, labels_C, here, start)
         tiles.head.pull_back(z_CV, tanh_CV)
         if gradients.bias_V is not None:
