@@ -5,6 +5,10 @@
 #
 #   bash benchmarks/gpu.sh                 rows go to $OUT (default benchmarks/results) as CASE.jsonl
 #   WHEELS=folder bash benchmarks/gpu.sh   install wheels from a folder first, for packages that are missing
+#                                          (on a machine with a network, for Python 3.12: pip download -d folder --no-deps
+#                                          --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64
+#                                          -c constraints.txt pydantic pydantic-core annotated-types typing-inspection
+#                                          typing-extensions ruamel-yaml liger-kernel cut-cross-entropy)
 #   GPU_SH_DRY=1 bash benchmarks/gpu.sh    the same steps on a CPU with tiny shapes; nothing is recorded
 #
 # Exit status: 0 if every step passed, 2 if something is missing, otherwise that of the first step that failed.
