@@ -69,7 +69,7 @@ def run(name: str, config: BenchmarkConfig, folder: Path, data: Path) -> dict[st
 def stock_answers(lm: HFLM, name: str, data: Path, limit: int | None) -> tuple[Any, list[Any]]:
     """lm-eval's results, and the log-probability of every answer, by the model class given."""
     config = BenchmarkConfig(limit=limit)
-    loaded = scoring._load_tasks(name, local_benchmark(name, EVALS), config, lambda uri: data / name)
+    loaded = scoring._load_tasks(name, local_benchmark(name, EVALS), config, data / name)
     for task in loaded["tasks"].values():
         task.set_config(key="num_fewshot", value=0)
     found = evaluate(lm=lm, task_dict=loaded, limit=limit, log_samples=True)

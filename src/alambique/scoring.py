@@ -127,8 +127,9 @@ def run_benchmark(
     task = config.task or name
     check_benchmarks({name: config}, evals)
     spec = local_benchmark(task, evals)
+    data = fetch(spec.data) if spec else None
     with _quiet():
-        loaded = _load_tasks(task, spec, config, fetch)
+        loaded = _load_tasks(task, spec, config, data)
         for item in loaded["tasks"].values():
             if config.num_fewshot is not None or item.get_config("num_fewshot") is None:
                 item.set_config(key="num_fewshot", value=config.num_fewshot or 0)
@@ -164,11 +165,11 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _load_tasks(task: str, spec: Benchmark | None, config: BenchmarkConfig, fetch: Fetch) -> Any:
+def _load_tasks(task: str, spec: Benchmark | None, config: BenchmarkConfig, data: Path | None) -> Any:
     """Instantiate lm-eval's tasks (its ``TaskDict``): from local data where evals/ has them, else from the hub."""
-    if spec is not None:
+    if spec is not None and data is not None:
         with tempfile.TemporaryDirectory() as scratch:
-            folders = render_tasks(spec, fetch(spec.data), config.limit, Path(scratch))
+            folders = render_tasks(spec, data, config.limit, Path(scratch))
             return TaskManager(include_path=folders, include_defaults=False).load(spec.task)
     try:
         return TaskManager().load(task)
