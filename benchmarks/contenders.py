@@ -144,6 +144,23 @@ PEERS: dict[str, Contender] = {
 ALL: dict[str, Contender] = {**BASELINES, **OURS, **PEERS}
 
 
+def failures(name: str) -> tuple[type[Exception], ...]:
+    """What a peer may raise without stopping a benchmark: it has conditions of its own. Ours may raise nothing."""
+    if name not in PEERS:
+        return ()
+    plain = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, ImportError, NotImplementedError)
+    if importlib.util.find_spec("triton") is None:
+        return plain
+    from triton.errors import TritonError
+
+    return (*plain, TritonError)
+
+
+def first_line(error: Exception) -> str:
+    """An error in a note's length."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
 def available(names: list[str], device: torch.device) -> tuple[list[str], list[str]]:
     """Those of ``names`` that run on ``device``, and notes on the others and on peers' jobs."""
     notes = []

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import problems
 from benchmarks.cases import LLAMA31_8B, Options, Outcome, Shape
-from benchmarks.contenders import ALL, available
+from benchmarks.contenders import ALL, available, failures, first_line
 from benchmarks.counting import CountedMemory
 
 TOKENS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -52,13 +52,15 @@ def _row(name: str, shape: Shape, device: torch.device, notes: list[str]) -> dic
     measured: tuple[float, float] | tuple[None, None] = (None, None)
     try:
         counted = count_gib(name, shape)
-    except (RuntimeError, NotImplementedError) as error:  # a peer may not run on meta tensors
-        _note(notes, f"{name} can't be counted on meta tensors: {str(error).splitlines()[0][:120]}")
+    except failures(name) as error:
+        _note(notes, f"{name} can't be counted on meta tensors: {first_line(error)}")
     if device.type == "cuda":
         try:
             measured = measure_gib(name, shape, device)
         except torch.OutOfMemoryError:
             _note(notes, f"{name} does not fit this GPU at {shape.tokens} tokens.")
+        except failures(name) as error:
+            _note(notes, f"{name} can't run at {shape.tokens} tokens: {first_line(error)}")
     return {
         "contender": name, "tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab,
         "counted_gib": counted[0], "counted_retained_gib": counted[1],

@@ -14,7 +14,7 @@ import torch
 from alambique.losses.distillation import PATHS
 from benchmarks import baselines, problems, timing
 from benchmarks.cases import LLAMA31_8B, LLAMA32_1B, SMOLLM2_135M, Options, Outcome, Shape
-from benchmarks.contenders import ALL, available
+from benchmarks.contenders import ALL, available, failures, first_line
 from benchmarks.problems import Problem
 
 CONTENDERS = [
@@ -58,8 +58,8 @@ def _compare(shape: Shape, dtype: torch.dtype, ours: str, names: list[str], opti
         except torch.OutOfMemoryError:
             out.notes.append(f"{name} does not fit at {shape}.")
             torch.cuda.empty_cache()
-        except (RuntimeError, NotImplementedError, AssertionError) as error:  # peers have conditions of their own
-            out.notes.append(f"{name} can't do {shape} in {_name(dtype)}: {str(error).splitlines()[0][:120]}")
+        except failures(name) as error:
+            out.notes.append(f"{name} can't do {shape} in {_name(dtype)}: {first_line(error)}")
         else:
             steps[name] = step
     seconds = timing.interleaved(steps, options.repeats, options.device)

@@ -62,6 +62,20 @@ def test_peers_that_can_not_run_say_why() -> None:
     assert any(note.startswith("liger_kl: not run here") for note in notes)
 
 
+def test_a_peer_s_failure_is_reported_and_ours_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(problem: problems.Problem) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    options = Options(torch.device("cpu"), quick=True, repeats=1, only=("fused", "torch_lce", "float32"))
+    monkeypatch.setitem(contenders.ALL, "torch_lce", contenders.Contender(broken))
+    out = loss_speed.run(options)
+    assert "torch_lce" not in out.summary["ratio_to"]
+    assert any("torch_lce can't do 256x64x1024 in float32: no such kernel" in note for note in out.notes)
+    monkeypatch.setitem(contenders.ALL, "fused", contenders.Contender(broken))
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        loss_speed.run(options)
+
+
 @pytest.mark.parametrize("name", sorted(contenders.PEERS))
 def test_peers_run_where_they_are_installed(name: str) -> None:
     device = torch.device("cpu")
