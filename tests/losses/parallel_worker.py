@@ -16,19 +16,19 @@ from alambique import LossConfig, distillation_loss
 from tests.losses.problems import Case, grads, make_case
 
 CONFIGS = {
-    "plain": LossConfig(ce_weight=0.3, z_loss=0.01, chunk_budget_mib=0.002),
-    "tempered": LossConfig(divergence="jsd", temperature=2.0, logit_softcap=5.0, chunk_budget_mib=0.002),
+    "plain": LossConfig(ce_weight=0.3, z_loss=0.01, chunk_budget_mib=0.004),
+    "tempered": LossConfig(divergence="jsd", temperature=2.0, logit_softcap=5.0, chunk_budget_mib=0.004),
 }
 
 
 def problem() -> Case:
-    """Rows of the head divide by two; one block has padding only at its end."""
-    return make_case(n=8, d=6, v=45, k=5, pad=5)
+    """A head of two blocks of 100 rows, the second of which is mostly padding."""
+    return make_case(n=8, d=6, v=105, k=5, pad=95)
 
 
 def vocabulary(rank: int, out: Path) -> None:
     case = problem()
-    rows = slice(25 * rank, 25 * rank + 25)
+    rows = slice(100 * rank, 100 * rank + 100)
     mine = replace(case, weight=case.weight[rows], bias=case.bias[rows])
     found = {}
     for name, config in CONFIGS.items():

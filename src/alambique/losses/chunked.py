@@ -18,12 +18,11 @@ _DENSE_BUFFERS = 8  # [C, V] arrays alive at once for a dense signal: logits, lo
 
 def student_head(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> Head:
     """The student's head, or this process's block of it, cast once to the hidden states' dtype."""
-    start = task.shard.start if task.shard is not None else 0
     return Head(
         weight_VD,
         bias_V,
         operand_dtype=hidden_ND.dtype,
-        vocab_size=min(max(task.vocab_size - start, 0), weight_VD.shape[0]),
+        vocab_size=task.local_vocab(weight_VD),
         softcap=task.config.logit_softcap,
         scale=task.config.logit_scale,
     )
@@ -35,6 +34,12 @@ def chunk_tokens(config: LossConfig, columns: int, sparse: bool = True) -> int:
     row_bytes = 4 * columns * (buffers + (config.logit_softcap is not None))
     tokens = int(config.chunk_budget_mib * 2**20) // row_bytes
     return tokens // 128 * 128 if tokens >= 128 else max(1, tokens)  # multiples of 128 fill a GEMM's tiles
+
+
+def num_chunks(hidden_ND: Tensor, weight_VD: Tensor, task: Task) -> int:
+    """An upper bound on the chunks of a sweep."""
+    size = chunk_tokens(task.config, weight_VD.shape[0], isinstance(task.signal, TopKSignal))
+    return -(-hidden_ND.shape[0] // size)
 
 
 class Workspace:

@@ -49,7 +49,7 @@ class _ForwardChunked(torch.autograd.Function):
         task = replace(ctx.task, scale_N=ctx.task.scale_N * grad_loss)
         head = student_head(hidden_ND, weight_VD, bias_V, task)
         _objective(logits_NV, head, task, with_gradient=True)
-        gradients = new_gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad, task)
+        gradients = new_gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad, task, min(1, hidden_ND.shape[0]))
         if hidden_ND.shape[0]:
             gradients.add(head, hidden_ND, logits_NV, 0)
         return (*finished(gradients, weight_VD, bias_V, task), None)

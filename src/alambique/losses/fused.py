@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alambique.losses.chunked import sweep
+from alambique.losses.chunked import num_chunks, sweep
 from alambique.losses.project import Gradients
 from alambique.losses.task import Task
 
@@ -52,7 +52,10 @@ class _GradientInForward(torch.autograd.Function):
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        gradients = new_gradients(hidden_ND, weight_VD, bias_V, wanted, task) if any(wanted) else None
+        gradients = None
+        if any(wanted):
+            products = num_chunks(hidden_ND, weight_VD, task)
+            gradients = new_gradients(hidden_ND, weight_VD, bias_V, wanted, task, products)
         totals = sweeper(hidden_ND, weight_VD, bias_V, task, gradients)
         if gradients is not None:
             ctx.gradients = finished(gradients, weight_VD, bias_V, task)
@@ -87,22 +90,29 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V = ctx.saved_tensors
         task = replace(ctx.task, scale_N=ctx.task.scale_N * grad_loss)  # before anything is rounded
-        gradients = new_gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad, task)
+        products = num_chunks(hidden_ND, weight_VD, task)
+        gradients = new_gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad, task, products)
         sweep(hidden_ND, weight_VD, bias_V, task, gradients)
         return (*finished(gradients, weight_VD, bias_V, task), None)
 
 
 def new_gradients(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: list[bool] | tuple[bool, ...], task: Task
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    wanted: list[bool] | tuple[bool, ...],
+    task: Task,
+    products: int,
 ) -> Gradients:
-    """Buffers for the gradients wanted of (hidden, weight, bias)."""
+    """Buffers for the gradients wanted of (hidden, weight, bias), the head's being a sum of ``products`` products."""
     weight_grad_VD, fresh = None, task.weight_grad_VD is None
     if wanted[1]:
         weight_grad_VD = task.weight_grad_VD
         if weight_grad_VD is None:
-            compact = task.config.weight_grad == "compact"
-            weight_grad_VD = torch.empty_like(weight_VD, dtype=hidden_ND.dtype if compact else task.compute_dtype)
-            weight_grad_VD[0 if hidden_ND.shape[0] == 0 else task.vocab_size :].zero_()  # rows that no chunk writes
+            rounds_once = products <= 1 and weight_VD.dtype == hidden_ND.dtype  # a sum in float32 would gain nothing
+            low = rounds_once or task.config.weight_grad == "compact"
+            weight_grad_VD = torch.empty_like(weight_VD, dtype=hidden_ND.dtype if low else task.compute_dtype)
+            weight_grad_VD[task.local_vocab(weight_VD) if products else 0 :].zero_()  # rows that no product writes
     return Gradients(
         torch.empty_like(hidden_ND) if wanted[0] else None,
         weight_grad_VD,

@@ -45,6 +45,11 @@ class Task:
         """float64 for float64 inputs, otherwise float32."""
         return self.scale_N.dtype
 
+    def local_vocab(self, weight_VD: Tensor) -> int:
+        """Rows of this process's head (or block of it) that are no padding."""
+        start = self.shard.start if self.shard is not None else 0
+        return min(max(self.vocab_size - start, 0), weight_VD.shape[0])
+
     def coefficients(self) -> Tensor:
         """Weights of the sums (kd, ce, lse²) in the loss, in ``Rows`` order; diagnostics weigh nothing."""
         config = self.config

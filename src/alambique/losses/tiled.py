@@ -72,8 +72,8 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V = ctx.saved_tensors
         task = replace(ctx.task, scale_N=ctx.task.scale_N * grad_loss)
-        gradients = new_gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad, task)
         tiles = _Tiles(student_head(hidden_ND, weight_VD, bias_V, task), task, hidden_ND.shape[0])
+        gradients = new_gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad, task, len(ctx.scans))
         for rows, scan in zip(tiles.blocks(), ctx.scans, strict=True):
             _pull(tiles, hidden_ND[rows], rows, scan, task, gradients)
         return (*finished(gradients, weight_VD, bias_V, task), None)
