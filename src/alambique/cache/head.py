@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# On a CPU the softmax runs over pieces that stay in its cache: 15 ms instead of 59 for 256 tokens at V = 49,152.
-_CPU_PIECE_BYTES = 4 << 20  # fp32 logits; 1 to 16 MiB measured alike on an EPYC with 1 MiB of L2 per core
+# On a CPU the softmax runs over pieces that stay in its cache: 11 to 17 ms instead of 59 for 256 tokens at V = 49,152.
+_CPU_PIECE_BYTES = 2 << 20  # fp32 logits; 1 to 12 MiB measured alike on an EPYC
+_GROUP = 64  # columns whose maximum is taken first; 16 to 64 measured alike at V = 49,152
+# Larger blocks are mapped afresh by malloc each time; touching new pages costs 10 of 87 ms for the same 256 tokens.
+_CPU_CHUNK_BYTES = 24 << 20
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,12 @@ class Head:
 
     def chunk_tokens(self, logits_mib: int) -> int:
         """Tokens whose logits, with the softmax's copy of them, fit in ``logits_mib``; at least one."""
-        pieces = 1 if self.weight_VD.is_cuda else 0  # on a CPU the copy is made piece by piece
-        bytes_per_token = self.weight_VD.shape[0] * (self.logits_dtype.itemsize + 4 * pieces)
-        return max(1, (logits_mib << 20) // bytes_per_token)
+        budget, bytes_per_logit = logits_mib << 20, self.logits_dtype.itemsize
+        if self.weight_VD.is_cuda:
+            bytes_per_logit += 4
+        else:
+            budget = min(budget, _CPU_CHUNK_BYTES)  # and the copy is made piece by piece
+        return max(1, budget // (self.weight_VD.shape[0] * bytes_per_logit))
 
 
 def top_entries(
@@ -77,7 +83,7 @@ def _reduce(logits_CV: Tensor, head: Head, top_k: int, top_p: float) -> tuple[Te
     if not head.plain:
         logits_CV = _transform(logits_CV, head)
     # Selecting before the softmax spares topk the fp32 copy; a softmax changes no order.
-    ids_CK = logits_CV.topk(top_k, dim=-1).indices
+    ids_CK = _top_ids(logits_CV, top_k)
     logprobs_CK = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32).gather(-1, ids_CK)
     if top_p < 1.0:
         before_CK = logprobs_CK.exp().cumsum(-1).roll(1, -1)
@@ -87,6 +93,28 @@ def _reduce(logits_CV: Tensor, head: Head, top_k: int, top_p: float) -> tuple[Te
     kept_C = logprobs_CK.exp().sum(-1, dtype=torch.float64)
     tail_C = (1.0 - kept_C).clamp(0.0, 1.0).float()
     return ids_CK.int(), logprobs_CK.half(), tail_C
+
+
+def _top_ids(logits_CV: Tensor, top_k: int) -> Tensor:
+    """Ids of the largest logits, [C, K] int64, in falling order.
+
+    bfloat16 on a CPU, where topk takes a fifth as long as the head's product, goes in two steps: every one of the K
+    largest lies in one of the K groups of columns with the largest maxima. 16 ms instead of 23 for 256 tokens.
+    """
+    num_groups = logits_CV.shape[1] // _GROUP
+    if logits_CV.device.type != "cpu" or logits_CV.dtype != torch.bfloat16 or num_groups < 4 * top_k:
+        return logits_CV.topk(top_k, dim=-1).indices
+    bits_CV = logits_CV.view(torch.int16)
+    keys_CV = bits_CV ^ ((bits_CV >> 15) & 0x7FFF)  # integers in the order of the numbers, which compare faster
+    grouped_CGN = keys_CV[:, : num_groups * _GROUP].view(-1, _GROUP, num_groups)  # column c is in group c mod N
+    groups_CK = grouped_CGN.amax(1).topk(top_k, sorted=False).indices
+    candidates_CM = grouped_CGN.gather(2, groups_CK[:, None].expand(-1, _GROUP, -1)).flatten(1)
+    rest_CX = keys_CV[:, num_groups * _GROUP :]
+    found_CK = torch.cat([candidates_CM, rest_CX], dim=1).topk(top_k, dim=-1).indices
+    ids_CK = found_CK // top_k * num_groups + groups_CK.gather(1, found_CK % top_k)
+    return torch.where(
+        found_CK < candidates_CM.shape[1], ids_CK, found_CK - candidates_CM.shape[1] + num_groups * _GROUP
+    )
 
 
 def _transform(logits_CV: Tensor, head: Head) -> Tensor:
