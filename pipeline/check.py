@@ -1,7 +1,7 @@
 """Check the whole of params.yaml before anything runs: `python -m pipeline.check [FILE]`.
 
-Each stage checks its own section when it starts; this asks them all at once, so that a typing error in `distill` doesn't
-wait for the teacher to finish.
+Each stage checks its own section when it starts; this asks them all at once, so that a typing error in `distill`
+doesn't wait for the teacher to finish.
 """
 
 import importlib

@@ -84,7 +84,7 @@ def _table(summary: dict[str, Any]) -> Table:
 
 
 def _ideas(pairs: list[str], params: Params) -> list[str]:
-    rows = int(params.get("prepare").get("train_rows", 0))
+    rows = int(params.get("prepare").get("train_rows") or 0)  # null takes everything
     ideas = [
         f"more text: prepare.train_rows: {rows} -> {4 * rows} in params.yaml, then `make repro`",
         f"a smaller student: copy pairs.{pairs[0]} to a new name, drop more layers, `make repro`",

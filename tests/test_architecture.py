@@ -167,7 +167,8 @@ def test_files_and_functions_stay_short(path: Path) -> None:
     assert text.count("\n") < 400, f"{path} is too long"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or 0) - node.body[0].lineno + 1
+            code = node.body[1:] if ast.get_docstring(node) else node.body  # documenting at length is welcome
+            length = (node.end_lineno or 0) - code[0].lineno + 1 if code else 0
             # A kernel keeps its tiles in registers from the first line to the last: cutting it up hides that.
             limit = 70 if "triton.jit" in {ast.unparse(mark) for mark in node.decorator_list} else 50
             assert length < limit, f"{path.name}: {node.name} has {length} lines"
@@ -207,7 +208,7 @@ def test_tests_mirror_the_tree() -> None:
 
 
 # Tests of properties that no single module owns.
-WHOLE_HOUSE = {"architecture", "public_api", "contract", "end_to_end", "presets", "readme", "loss_cases"}
+WHOLE_HOUSE = {"architecture", "public_api", "contract", "end_to_end", "presets", "loss_cases", "compiles", "on_gpu"}
 
 
 def test_the_readme_tree_is_the_tree() -> None:

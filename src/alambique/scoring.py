@@ -31,7 +31,7 @@ from alambique.evaluate import (
     BenchmarkConfig,
     EvaluateSettings,
     check_benchmarks,
-    local_benchmark,
+    read_benchmark,
     render_tasks,
 )
 from alambique.models.load import load_model, load_tokenizer
@@ -124,12 +124,11 @@ def run_benchmark(
     Raises:
         UserError: unknown benchmark or metric, missing data, few-shot examples that don't exist.
     """
-    task = config.task or name
     check_benchmarks({name: config}, evals)
-    spec = local_benchmark(task, evals)
-    data = fetch(spec.data) if spec else None
+    spec = read_benchmark(name, evals)
+    data = fetch(spec.data) if spec.data else None
     with _quiet():
-        loaded = _load_tasks(task, spec, config, data)
+        loaded = _load_tasks(spec, config, data)
         for item in loaded["tasks"].values():
             if config.num_fewshot is not None or item.get_config("num_fewshot") is None:
                 item.set_config(key="num_fewshot", value=config.num_fewshot or 0)
@@ -146,11 +145,11 @@ def run_benchmark(
     seconds = time.perf_counter() - started
     return {
         "benchmark": name,
-        **_headline(task, found, config.metric or (spec.metric if spec else None)),
+        **_headline(spec.task, found, config.metric or spec.metric),
         "limit": config.limit,
-        "chance": spec.chance if spec else None,
+        "chance": spec.chance,
         "settings": settings.model_dump(mode="json"),
-        "versions": {**versions("lm_eval", "torch", "transformers"), "tasks": _versions(task, found)},
+        "versions": {**versions("lm_eval", "torch", "transformers"), "tasks": _versions(spec.task, found)},
         "seconds": round(seconds, 3),
         "peak_mib": round(peak_mib(device), 1),
         "device": device_name(device),
@@ -165,19 +164,19 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _load_tasks(task: str, spec: Benchmark | None, config: BenchmarkConfig, data: Path | None) -> Any:
-    """Instantiate lm-eval's tasks (its ``TaskDict``): from local data where evals/ has them, else from the hub."""
-    if spec is not None and data is not None:
+def _load_tasks(spec: Benchmark, config: BenchmarkConfig, data: Path | None) -> Any:
+    """Instantiate lm-eval's tasks (its ``TaskDict``): on local data where evals/ names them, else on the hub's."""
+    if data is not None:
         with tempfile.TemporaryDirectory() as scratch:
             folders = render_tasks(spec, data, config.limit, Path(scratch))
             return TaskManager(include_path=folders, include_defaults=False).load(spec.task)
     try:
-        return TaskManager().load(task)
+        return TaskManager().load(spec.task)
     except (ConnectionError, FileNotFoundError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"The data of benchmark {task} can't be had ({reason}): it has no folder in evals/, so lm-eval asks the "
-            "hub; go online once, or choose a benchmark from evals/."
+            f"The data of lm-eval's task {spec.task} can't be had ({reason}): evals/ names no local data for it, so "
+            "lm-eval asks the hub; go online once, or choose a benchmark with local data."
         ) from error
 
 

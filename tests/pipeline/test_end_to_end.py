@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from ruamel.yaml import YAML
@@ -23,7 +24,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from alambique.core.sources import content_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "two", "old", "dogs", "ran", "over", "green", "hills", "and", "rain"]
+WORDS = (
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "two",
+    "old",
+    "dogs",
+    "ran",
+    "over",
+    "green",
+    "hills",
+    "and",
+    "rain",
+)
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -68,7 +86,8 @@ def tiny_params(root: Path) -> dict[str, Any]:
     return {
         "prepare": {
             "seq_len": 32, "train_rows": 32, "valid_rows": 4, "seed": 0,
-            "corpora": [{"uri": f"file:corpus.txt#sha256={content_sha256(root / 'corpus.txt')}", "format": "text"}],
+            "corpora": [{"uri": f"file:corpus.txt#sha256={content_sha256(root / 'corpus.txt')}", "format": "text",
+                         "separator": "\n\n"}],
         },
         "teacher": {"top_k": 16, "dtype": "float32"},
         "student": {},
@@ -113,16 +132,13 @@ class Checkout:
         self.command("git", "commit", "-qm", "a checkout")
 
     def _add_benchmark(self) -> None:
-        """A user's own benchmark: a folder in evals/ with its data."""
-        folder = self.root / "evals/tiny"
-        folder.mkdir()
-        rows = [{"question": t, "choices": [" rain", " hills"], "answer": i % 2} for i, t in enumerate(documents(8))]
-        (folder / "tiny.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "tiny.yaml").write_text(
-            "task: tiny\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    validation: evals/tiny/tiny.jsonl\n"
-            "validation_split: validation\noutput_type: multiple_choice\ndoc_to_text: '{{question}}'\n"
-            "doc_to_choice: '{{choices}}'\ndoc_to_target: answer\n"
-            "metric_list:\n  - metric: acc\n    aggregation: mean\n    higher_is_better: true\nmetadata:\n  version: 1.0\n"
+        """A user's own benchmark: a folder in evals/ that reads BoolQ's stock definition on other data."""
+        rows = [{"question": t, "passage": t, "label": i % 2} for i, t in enumerate(documents(8))]
+        datasets.Dataset.from_list(rows).save_to_disk(self.root / "data/validation")
+        (self.root / "evals/tiny").mkdir()
+        (self.root / "evals/tiny/benchmark.yaml").write_text(
+            "task: boolq\nstock: super_glue/boolq/default.yaml\nmetric: acc\nchance: 0.5\n"
+            f"data: file:data#sha256={content_sha256(self.root / 'data')}\noverride: {{training_split: null}}\n"
         )
 
     def write_params(self) -> None:

@@ -27,8 +27,8 @@ class DistillConfig(Config):
     epochs: float = Field(1.0, gt=0)  # one pass: what the published figures and the embedded budget use
     steps: int | None = Field(None, ge=1)  # wins over epochs when given
     rows_per_step: int = Field(8, ge=1)  # 8 × 256 tokens: the embedded pair's measured recipe (design §5)
-    # At most rows_per_step. 2 × 256 tokens: as fast as the whole step at once on the embedded pair (measured), with less
-    # memory, and a stop by signal waits for no more than one micro-batch.
+    # At most rows_per_step. 2 × 256 tokens: as fast as the whole step at once on the embedded pair (measured), with
+    # less memory, and a stop by signal waits for no more than one micro-batch.
     micro_batch_rows: int = Field(2, ge=1)
 
     learning_rate: float = Field(3e-4, gt=0)  # measured on the embedded pair: 6e-4 was worse (design §5)
