@@ -146,7 +146,7 @@ class Inputs:
         prepared, captured, student = (sha256_file(path) for path in self.manifests)
         identity = self.cache.manifest["identity"]
         return {
-            "teacher": f"`{identity['teacher']}` (sha256 {identity['teacher_sha256']}), run in {identity['dtype']}",
+            "teacher": _sources({"sources": [{"uri": identity["teacher"], "sha256": identity["teacher_sha256"]}]}),
             "student before training": _sources(self.student_manifest),
             "corpus": _sources(self.data.manifest),
             "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, top {self.cache.top_k}",
@@ -158,7 +158,11 @@ class Inputs:
 
 
 def _sources(manifest: dict[str, Any]) -> str:
-    return ", ".join(f"`{source['uri']}` (sha256 {source['sha256']})" for source in manifest["sources"])
+    """Sources by URI, with the hash where the URI doesn't pin it already."""
+    return ", ".join(
+        f"`{uri}`" if digest in uri else f"`{uri}` (sha256 {digest})"
+        for uri, digest in ((source["uri"], source["sha256"]) for source in manifest["sources"])
+    )
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ def test_results_and_lineage(project: Path) -> None:
         assert sha256_file(OUT / name) == recorded["sha256"]
     assert manifest["config"]["loss"]["ce_weight"] == 0.1
     card = (OUT / "README.md").read_text()
-    for said in (params()["teachers"]["big"]["model"], "file:corpus.txt", *manifest["lineage"].values()):
+    for said in (params()["teachers"]["big"]["model"], "`file:corpus.txt` (sha256 555", *manifest["lineage"].values()):
         assert said in card
     assert "ce_weight = 0.1" in card
     assert not list(Path(".work/distill").iterdir())  # checkpoints went when the model was in place

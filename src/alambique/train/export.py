@@ -68,10 +68,10 @@ tokenizer = AutoTokenizer.from_pretrained(PATH)
 ## Training
 
 - Objective: {config.loss.divergence} with tail `{config.loss.tail}` ({told}).
-- Budget: {result.steps} steps of {config.rows_per_step} rows; {result.num_tokens:,} tokens,
-  {result.num_target_tokens:,} of them targets.
-- Optimiser: AdamW, peak learning rate {config.learning_rate:g}, {config.precision} over fp32 weights,
-  seed {config.seed}.
-- Loss: {first.loss_nats:.4f} nats at the first step, {last.loss_nats:.4f} at the last (divergence {last.kd_nats:.4f},
-  cross-entropy {last.ce_nats:.4f}).
+- Budget: {result.steps} steps of {config.rows_per_step} rows; {result.num_tokens:,} tokens, of which
+  {result.num_target_tokens:,} are targets.
+- Optimiser: AdamW, peak learning rate {config.learning_rate:g}, {config.precision} over fp32 weights, seed
+  {config.seed}.
+- Loss: {first.loss_nats:.4f} nats at the first step, {last.loss_nats:.4f} at the last (divergence
+  {last.kd_nats:.4f}, cross-entropy {last.ce_nats:.4f}).
 """
