@@ -12,9 +12,13 @@ from alambique.core.files import sha256_bytes
 
 def change(captured: Path, target: Path, **fields: Any) -> Path:
     manifest = json.loads((captured / "manifest.json").read_bytes())
-    manifest.update(fields)
+    for name, value in fields.items():
+        if value is None:
+            del manifest[name]
+        else:
+            manifest[name] = value
     target.mkdir()
-    (target / "manifest.json").write_text(json.dumps({k: v for k, v in manifest.items() if v is not None}))
+    (target / "manifest.json").write_text(json.dumps(manifest))
     return target
 
 

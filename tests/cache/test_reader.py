@@ -153,13 +153,13 @@ def test_every_flipped_byte_is_found(cache: Path) -> None:
     silent = 0
     for number, shard in enumerate(shards(cache)):
         whole = shard.read_bytes()
-        for offset in range(number, len(whole), 23):
+        for offset in range(number, len(whole), 37):
             flip(shard, offset, bit=offset % 8)
             with pytest.raises(UserError, match=shard.name):
                 TeacherCache.open(cache).verify()
             silent += read_unharmed(cache, shard.name, reference)
             shard.write_bytes(whole)
-    assert silent < 6  # spaces and names in a safetensors header
+    assert silent < 4  # spaces and names in a safetensors header
 
 
 def damage(rng: random.Random, data: bytes) -> bytes:
