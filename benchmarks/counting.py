@@ -30,6 +30,7 @@ class CountedMemory(TorchDispatchMode):
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._live: dict[int, _Live] = {}
+        self._upper_bytes = 0  # what is alive, and perhaps some that has died since it was last looked at
         self.peak_bytes = 0
         self._watch(inputs)
 
@@ -37,8 +38,8 @@ class CountedMemory(TorchDispatchMode):
     def live_bytes(self) -> int:
         """Bytes that are alive now."""
         for address in [a for a, entry in self._live.items() if entry.reference.expired()]:
-            del self._live[address]
-        return sum(entry.num_bytes for entry in self._live.values())
+            self._upper_bytes -= self._live.pop(address).num_bytes
+        return self._upper_bytes
 
     def reset_peak(self) -> None:
         """Forget the peak so far; what is alive now is the new one."""
@@ -64,4 +65,6 @@ class CountedMemory(TorchDispatchMode):
             # A weak reference keeps the address from being used again, so that it identifies the storage.
             if storage._cdata not in self._live:
                 self._live[storage._cdata] = _Live(StorageWeakRef(storage), storage.nbytes())
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                self._upper_bytes += storage.nbytes()
+        if self._upper_bytes > self.peak_bytes:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
