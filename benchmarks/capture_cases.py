@@ -33,7 +33,6 @@ def run(options: Options) -> Outcome:
     batch_rows = 2 if options.quick else _BATCH_ROWS
     config = CaptureConfig(
         top_k=min(TOP_K, len(teacher.head_weight_VD)),
-        logits_mib=256,
         batch_tokens=batch_rows * rows.seq_len,
         shard_mib=batch_rows * rows.seq_len * TOP_K * 2.7 / 2**20 + 1e-6,  # a block per batch: the finest overlap
     )

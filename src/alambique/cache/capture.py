@@ -54,14 +54,18 @@ class CaptureConfig(Config):
         shard_mib: size of a shard, and so of what a kill can lose.
     """
 
-    top_k: int = Field(100, ge=1, le=65_536)  # source: the published system caches the top 100
-    top_p: float = Field(1.0, gt=0, le=1)  # source: as above
+    top_k: int = Field(default=100, ge=1, le=65_536)  # source: the published system caches the top 100
+    top_p: float = Field(default=1.0, gt=0, le=1)  # source: as above
     codec: str = "exact"  # source: benchmarks/cache_cases.py, smaller than the lossy formats of the field
     dtype: DtypeName = "bfloat16"  # source: what current teachers are published in
     attention: str = "sdpa"  # source: transformers' default
-    batch_tokens: int = Field(8192, ge=1)  # assumption: fills a GPU, and a 70B teacher's activations still fit
-    logits_mib: int = Field(256, ge=1)  # assumption: 1,000 tokens at V = 128,256 keep the head's GEMM compute-bound
-    shard_mib: float = Field(256, gt=0)  # source: DVC handles files of 256 MB to 1 GB best; see docs/cache-format.md
+    batch_tokens: int = Field(default=8192, ge=1)  # assumption: fills a GPU, and a 70B teacher's activations still fit
+    logits_mib: int = Field(
+        default=256, ge=1
+    )  # assumption: 1,000 tokens at V = 128,256 keep the head's GEMM compute-bound
+    shard_mib: float = Field(
+        default=256, gt=0
+    )  # source: DVC handles files of 256 MB to 1 GB best; see docs/cache-format.md
 
     @model_validator(mode="after")
     def _store_what_is_kept(self) -> "CaptureConfig":
