@@ -60,12 +60,9 @@ class CaptureConfig(Config):
     dtype: DtypeName = "bfloat16"  # source: what current teachers are published in
     attention: str = "sdpa"  # source: transformers' default
     batch_tokens: int = Field(default=8192, ge=1)  # assumption: fills a GPU, and a 70B teacher's activations still fit
-    logits_mib: int = Field(
-        default=256, ge=1
-    )  # assumption: 1,000 tokens at V = 128,256 keep the head's GEMM compute-bound
-    shard_mib: float = Field(
-        default=256, gt=0
-    )  # source: DVC handles files of 256 MB to 1 GB best; see docs/cache-format.md
+    # assumption: 2,000 tokens at V = 128,256 keep the head's product compute-bound on a GPU; a CPU takes 24 MiB
+    logits_mib: int = Field(default=2048, ge=1)
+    shard_mib: float = Field(default=256, gt=0)  # source: files of 256 MB to 1 GB suit DVC; docs/cache-format.md
 
     @model_validator(mode="after")
     def _store_what_is_kept(self) -> "CaptureConfig":
