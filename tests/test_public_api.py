@@ -40,7 +40,15 @@ def test_signature_of_the_loss() -> None:
         "weight_grad_VD",
         "vocab_group",
     ]
-    assert list(LossOutput.__dataclass_fields__) == ["loss", "kd", "ce", "student_mass", "entropy", "impl"]
+    assert list(LossOutput.__dataclass_fields__) == [
+        "loss",
+        "kd",
+        "ce",
+        "student_mass",
+        "entropy",
+        "impl",
+        "filter_error",
+    ]
 
 
 def test_settings_of_the_loss_and_their_defaults() -> None:
@@ -56,6 +64,7 @@ def test_settings_of_the_loss_and_their_defaults() -> None:
         "logit_scale": 1.0,
         "chunk_budget_mib": 768,
         "weight_grad": "accurate",
+        "gradient_filter": 0.0,
     }
 
 

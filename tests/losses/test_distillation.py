@@ -29,6 +29,9 @@ def test_refusals_name_the_option_and_the_remedy() -> None:
     assert refused(impl="dense", weight_grad_VD=torch.zeros(26, 5)) == (
         "loss: impl dense can't fill weight_grad_VD: choose impl fused, or leave the buffer out."
     )
+    assert refused(impl="recompute", config=LossConfig(gradient_filter=0.01)) == (
+        "loss: impl recompute can't filter gradients: choose impl fused, or set gradient_filter: 0."
+    )
     assert refused(config=LossConfig(ce_weight=1)) == (
         "loss: ce_weight > 0 needs labels: pass labels_N, or set ce_weight: 0."
     )

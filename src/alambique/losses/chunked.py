@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alambique.core.signal import DenseSignal, StatesSignal, TopKSignal
 from alambique.losses.config import LossConfig
+from alambique.losses.filtered import FILTER_TOKENS
 from alambique.losses.objective import Rows, compare, dense_rows, locate, pick_labels, portion, spread, strip
 from alambique.losses.project import Gradients, Head
 from alambique.losses.targets import kept_entries
@@ -33,6 +34,8 @@ def chunk_tokens(config: LossConfig, columns: int, sparse: bool = True) -> int:
     buffers = 1 + (config.temperature != 1) if sparse else _DENSE_BUFFERS
     row_bytes = 4 * columns * (buffers + (config.logit_softcap is not None))
     tokens = int(config.chunk_budget_mib * 2**20) // row_bytes
+    if config.gradient_filter > 0:
+        tokens = min(tokens, FILTER_TOKENS)
     return tokens // 128 * 128 if tokens >= 128 else max(1, tokens)  # multiples of 128 fill a GEMM's tiles
 
 
@@ -63,7 +66,10 @@ class Workspace:
 def sweep(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task, gradients: Gradients | None
 ) -> Tensor:
-    """Go over the tokens chunk by chunk; return the weighted sums of ``Rows`` and fill ``gradients`` if given."""
+    """Go over the tokens chunk by chunk; return the weighted sums of ``Rows`` and fill ``gradients`` if given.
+
+    With a gradient filter, two sums of squares follow: of the dlogits dropped and of all.
+    """
     head = student_head(hidden_ND, weight_VD, bias_V, task)
     space = Workspace(head, task, hidden_ND.shape[0])
     totals = task.scale_N.new_zeros(5)
@@ -77,6 +83,8 @@ def sweep(
             gradients.add(head, hidden_ND[rows], z_CV, start)
     if task.shard is not None and gradients is not None and gradients.hidden_ND is not None:
         task.shard.sum_(gradients.hidden_ND)
+    if gradients is not None and gradients.energies is not None:
+        totals = torch.cat([totals, gradients.energies.to(totals.dtype)])
     return totals
 
 

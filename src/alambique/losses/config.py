@@ -29,6 +29,8 @@ class LossConfig(Config):
         chunk_budget_mib: memory for the buffers that hold one chunk of logits; the chunk's number of tokens follows
             from it and the vocabulary, never from the number of tokens in the call.
         weight_grad: ``accurate`` sums the head's gradient over chunks in float32, ``compact`` in the head's dtype.
+        gradient_filter: relative error of the logits' gradient, by norm, up to which vocabulary columns are left out of
+            the products of the backward pass; 0 leaves out none.
     """
 
     divergence: str = "forward_kl"  # source: Hinton et al. 2015
@@ -42,6 +44,7 @@ class LossConfig(Config):
     logit_scale: float = Field(default=1.0, gt=0)  # source: as above
     chunk_budget_mib: float = Field(default=768, gt=0)  # source: 1,536 tokens at V 128,256: GEMMs are compute-bound
     weight_grad: Literal["accurate", "compact"] = "accurate"  # source: others report 0.7 % more time
+    gradient_filter: float = Field(default=0.0, ge=0, lt=1)  # source: exact unless asked for less
 
     @field_validator("divergence")
     @classmethod

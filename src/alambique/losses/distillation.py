@@ -32,6 +32,7 @@ PATHS: dict[str, Path] = {
     "tiled": tiled.run,
 }
 SHARDED = ("fused", "recompute")  # paths for heads spread over processes
+FILTERED = ("fused",)  # paths with the gradient filter
 DEFAULT_CONFIG = LossConfig()
 _FEWEST_TOKENS = 64  # assumption: below this many tokens per chunk, tiles reach more of a device's speed
 
@@ -47,6 +48,7 @@ class LossOutput:
         student_mass: the student's probability of the entries that the teacher kept (1 for a dense signal).
         entropy: of the student over the classes compared: the kept entries and the tail as one.
         impl: the path that ran, which tells what ``auto`` chose.
+        filter_error: relative error of the logits' gradient, by norm, that the gradient filter made; None without one.
     """
 
     loss: Tensor
@@ -55,6 +57,7 @@ class LossOutput:
     student_mass: Tensor
     entropy: Tensor
     impl: str
+    filter_error: Tensor | None = None
 
 
 def distillation_loss(
@@ -119,9 +122,12 @@ def distillation_loss(
         path = choose(kept_ND, head_weight_VD, task) if impl == "auto" else impl
         if task.shard is not None and path not in SHARDED:
             raise UserError(f"loss: impl {path} can't use a head that vocab_group spreads: choose impl fused.")
+        if config.gradient_filter > 0 and path not in FILTERED:
+            raise UserError(f"loss: impl {path} can't filter gradients: choose impl fused, or set gradient_filter: 0.")
         loss, totals = PATHS[path](kept_ND, head_weight_VD, head_bias_V, task)
-    kd, ce, _, mass, entropy = totals.unbind()
-    return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy, path)
+    kd, ce, _, mass, entropy = totals[:5].unbind()
+    filter_error = (totals[5] / totals[6].clamp_min(torch.finfo(totals.dtype).tiny)).sqrt() if len(totals) > 5 else None
+    return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy, path, filter_error)
 
 
 def _own_precision(device_type: str) -> AbstractContextManager[object]:
@@ -134,7 +140,7 @@ def choose(hidden_ND: Tensor, head_weight_VD: Tensor, task: Task) -> str:
     sparse = isinstance(task.signal, TopKSignal)
     tokens = chunked.chunk_tokens(task.config, head_weight_VD.shape[0], sparse)
     path, why = "fused", "three matrix products, the gradient is formed in the forward pass"
-    if task.shard is not None:
+    if task.shard is not None or task.config.gradient_filter > 0:
         return path
     if hidden_ND.is_cuda and kernelled.cannot(task, hidden_ND.device) is None:
         path, why = "triton", "as fused, with one kernel per chunk between the matrix products"

@@ -60,7 +60,7 @@ class _GradientInForward(torch.autograd.Function):
         if gradients is not None:
             ctx.gradients = finished(gradients, weight_VD, bias_V, task)
         ctx.mark_non_differentiable(totals)
-        return task.coefficients() @ totals, totals
+        return task.coefficients() @ totals[:5], totals
 
     @staticmethod
     @once_differentiable
@@ -118,6 +118,7 @@ def new_gradients(
         weight_grad_VD,
         torch.zeros_like(bias_V, dtype=task.compute_dtype) if wanted[2] and bias_V is not None else None,
         fresh,
+        task.config.gradient_filter,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from alambique.losses.filtered import add_weight_gradient, hidden_gradient, select
 from alambique.losses.objective import FLOOR
 
 _BLOCK_BYTES = 16 << 20  # assumption: rows of the head handled at a time on a CPU; large for a GEMM, small by a chunk
@@ -73,23 +74,42 @@ class Gradients:
         weight_VD: the head's, all rows, in float32 or as ``weight_grad`` says.
         bias_V: in the compute dtype.
         fresh: whether weight_VD holds nothing yet, so that the first chunk overwrites it.
+        tolerance: of the gradient filter; 0 for none.
+        energies: [2], sums of squares of dlogits that the filter dropped and of all; None without a filter.
     """
 
     hidden_ND: Tensor | None
     weight_VD: Tensor | None
     bias_V: Tensor | None
     fresh: bool
+    tolerance: float = 0.0
+    energies: Tensor | None = None
 
     def add(self, head: Head, hidden_CD: Tensor, dz_CV: Tensor, start: int) -> None:
         """Add a chunk whose first row is ``start``; ``dz_CV``, rounded to the operands or not, is destroyed."""
         if self.bias_V is not None:
             self.bias_V[: head.columns] += dz_CV.sum(0, dtype=self.bias_V.dtype)
+        if self.tolerance > 0:
+            self._add_filtered(head, hidden_CD, dz_CV, start)
+            return
         dz_CV = rounded(dz_CV, hidden_CD.dtype)
         if self.hidden_ND is not None:
             torch.mm(dz_CV, head.weight_VD, out=self.hidden_ND[start : start + hidden_CD.shape[0]])
         if self.weight_VD is not None:
             add_product(self.weight_VD[: head.columns], dz_CV.t(), hidden_CD, self.fresh)
             self.fresh = False
+
+    def _add_filtered(self, head: Head, hidden_CD: Tensor, dz_CV: Tensor, start: int) -> None:
+        found = select(dz_CV, self.tolerance)
+        energies = torch.stack([found.dropped_energy, found.energy])
+        self.energies = energies if self.energies is None else self.energies + energies
+        if self.hidden_ND is not None:
+            hidden_gradient(found, head.weight_VD, self.hidden_ND[start : start + hidden_CD.shape[0]])
+        if self.weight_VD is not None:
+            if self.fresh:
+                self.weight_VD.zero_()
+                self.fresh = False
+            add_weight_gradient(found, hidden_CD, self.weight_VD)
 
 
 def _exact_product(hidden_CD: Tensor, weight_VD: Tensor, z_CV: Tensor) -> None:
