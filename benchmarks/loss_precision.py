@@ -9,14 +9,22 @@ from torch import Tensor
 from alambique.losses.distillation import distillation_loss
 from benchmarks import problems
 from benchmarks.cases import SMOLLM2_135M, Options, Outcome, Shape
-from benchmarks.contenders import ALL, available
+from benchmarks.contenders import BASELINES, Contender, available, ours
 from benchmarks.problems import Problem
 
+_CHUNKS = {"chunk_budget_mib": 24}  # 128 tokens at this vocabulary, so that the head's gradient is a sum over chunks
 # Only those that compute the same objective: a peer that learns labels or another teacher has another gradient.
-CONTENDERS = [
-    "dense", "dense_plain", "forward_chunked", "recompute", "fused", "fused_compact", "triton", "triton_compact",
-    "tiled",
-]  # fmt: skip
+CONTENDERS: dict[str, Contender] = {
+    "dense": ours("dense"),
+    "dense_plain": BASELINES["dense_plain"],
+    "forward_chunked": ours("forward_chunked", **_CHUNKS),
+    "recompute": ours("recompute", **_CHUNKS),
+    "fused": ours("fused", **_CHUNKS),
+    "fused_compact": ours("fused", weight_grad="compact", **_CHUNKS),
+    "triton": ours("triton", **_CHUNKS),
+    "triton_compact": ours("triton", weight_grad="compact", **_CHUNKS),
+    "tiled": ours("tiled", **_CHUNKS),
+}
 
 
 def run(options: Options) -> Outcome:
@@ -29,7 +37,7 @@ def run(options: Options) -> Outcome:
         exact = _exact(problem)
         for name in names:
             problem.clear_gradients()
-            loss = ALL[name].loss(problem)
+            loss = CONTENDERS[name].loss(problem)
             loss.backward()
             found = _gradients(problem)
             errors = [float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact[1:], strict=True)]
