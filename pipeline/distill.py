@@ -32,7 +32,7 @@ from alambique.train.config import DistillConfig
 from alambique.train.export import export_model, model_card
 from alambique.train.loop import distill
 from alambique.train.state import CurvePoint, DistillResult, Interrupted
-from pipeline.job import code_of, fingerprint, job_main
+from pipeline.job import code_of, fingerprint, job_main, leave
 
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: a checkpoint is saved, run the same command again
 
@@ -190,4 +190,4 @@ def _write_results(pair: str, result: DistillResult, device: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(job_main(run))
+    leave(job_main(run))

@@ -4,7 +4,6 @@
 `… distill PAIR BENCHMARK` (after), `… heldout PAIR`.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from alambique.evaluate import BenchmarkConfig, EvaluateSettings
 from alambique.heldout import HeldoutConfig, heldout
 from alambique.models.fetch import fetch_model
 from alambique.models.load import SplitModel, load_model
-from pipeline.job import job_main
+from pipeline.job import job_main, leave
 
 KINDS = ("teacher", "student", "distill", "heldout")
 RESULTS = Path("results/evaluate")
@@ -108,4 +107,4 @@ def _heldout(pair: str, config: Settings) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(job_main(run))
+    leave(job_main(run))

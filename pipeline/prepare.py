@@ -1,6 +1,5 @@
 """Stage prepare@TEACHER: text -> token ids of the teacher's tokenizer -> packed rows, split by document."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from alambique.core.sources import fetch, parse
 from alambique.data.prepare import PrepareConfig, prepare
 from alambique.models.fetch import fetch_tokenizer
 from alambique.models.load import load_tokenizer, tokenizer_sha256, vocab_size
-from pipeline.job import job_main
+from pipeline.job import job_main, leave
 
 
 class Settings(Config):
@@ -65,4 +64,4 @@ def _require_context(folder: Path, seq_len: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(job_main(run))
+    leave(job_main(run))

@@ -1,6 +1,5 @@
 """Stage report@PAIR: one JSON, one page with plots, and one row in MLflow."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from alambique.core.files import atomic_folder, write_bytes, write_json
 from alambique.core.params import Config, Params, validate
 from alambique.report import mlflow_metrics, page, read_curve, summarise
 from pipeline import tracking
-from pipeline.job import job_main
+from pipeline.job import job_main, leave
 
 RESULTS = Path("results")
 
@@ -94,4 +93,4 @@ def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Pa
 
 
 if __name__ == "__main__":
-    sys.exit(job_main(run))
+    leave(job_main(run))

@@ -1,6 +1,5 @@
 """Stage student@PAIR: the student before training, a pruned teacher or a model by URI."""
 
-import sys
 from pathlib import Path
 
 from alambique.core.files import atomic_folder, write_json, write_manifest
@@ -10,7 +9,7 @@ from alambique.models.fetch import ModelSource, fetch_model
 from alambique.models.load import SplitModel, load_model, load_tokenizer, stored_dtype, tokenizer_sha256
 from alambique.models.student import StudentConfig, copy_model, facts, layers_of, prune_layers, vocab_rows
 from alambique.models.vocab import shared_vocab_size
-from pipeline.job import job_main
+from pipeline.job import job_main, leave
 
 
 class Settings(Config):
@@ -68,4 +67,4 @@ def _make(source: ModelSource, kept: list[int] | None, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(job_main(run))
+    leave(job_main(run))

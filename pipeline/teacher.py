@@ -1,7 +1,6 @@
 """Stage teacher@TEACHER: the teacher reads the train rows once, and the top of its distribution is kept."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from alambique.core.places import work_dir
 from alambique.data.dataset import PreparedData
 from alambique.models.fetch import ModelSource, fetch_model
 from alambique.models.load import SplitModel, load_model
-from pipeline.job import code_of, job_main
+from pipeline.job import code_of, job_main, leave
 
 
 class Settings(Config):
@@ -88,4 +87,4 @@ def _load(source: ModelSource, config: CaptureConfig, device: torch.device) -> S
 
 
 if __name__ == "__main__":
-    sys.exit(job_main(run))
+    leave(job_main(run))
