@@ -95,7 +95,9 @@ def divergence(kl_nats: Mapping[str, float], stderr: Mapping[str, float | None])
         for place, who in enumerate(("after", "before")):
             value, error = kl_nats[who], stderr.get(who) or 0.0
             axes.barh(place, value, height=0.6, color=_COLOURS[who], xerr=error, ecolor=_INK, capsize=3)
-            axes.text(value + error, place, f"  {value:.3f}", va="center")
+            axes.annotate(
+                f"{value:.3f}", (value + error, place), (7, 0), textcoords="offset points", va="center"
+            )  # clear of the error bar's cap
         axes.set_yticks((0, 1), (_LABELS["after"], _LABELS["before"]))
         axes.set_title("KL from the teacher, nats per token: lower is better")
         axes.set_xlim(0, 1.15 * max(kl_nats[who] + (stderr.get(who) or 0.0) for who in ("before", "after")) or 1)
