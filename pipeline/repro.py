@@ -7,6 +7,7 @@ stage asks for it, so a run in which nothing changed doesn't pay for one.
 import contextlib
 import fcntl
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ def main(words: list[str]) -> int:
         require_checkout(Path.cwd())
         require_environment()
         with only_repro():
+            mend_rwlock(Path(".dvc/tmp/rwlock"))
             check_params_once()
             status = run_dvc(words)
     except UserError as error:
@@ -82,6 +84,20 @@ def only_repro() -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def mend_rwlock(path: Path) -> None:
+    """Remove DVC's record of running stages if a kill cut it short, or every later `dvc repro` would refuse to start.
+
+    DVC rewrites the file in place. A whole one is left alone: DVC itself drops the entries of dead processes.
+    """
+    try:
+        json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return
+    except ValueError:
+        path.unlink(missing_ok=True)
+        print(f"removed {path}, which a killed DVC left half-written", file=sys.stderr)
 
 
 def check_params_once() -> None:

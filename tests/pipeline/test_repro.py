@@ -178,3 +178,19 @@ def stat(path: Path, field: int) -> int:
         return int(path.read_text().rpartition(")")[2].split()[field])
     except OSError:
         return -1
+
+
+def test_a_half_written_rwlock_is_removed_and_a_whole_one_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rwlock"
+    repro.mend_rwlock(path)  # nothing there, nothing said
+    path.write_text('{"a": {"write": {"pid": 1, "cmd": "dvc"}}}')
+    repro.mend_rwlock(path)
+    assert path.is_file()
+    assert capsys.readouterr().err == ""
+    for half in ("", '{"a": '):
+        path.write_text(half)
+        repro.mend_rwlock(path)
+        assert not path.exists()
+        assert "which a killed DVC left half-written" in capsys.readouterr().err
