@@ -110,7 +110,4 @@ CASES: dict[str, Case] = {
         _CACHE_CODE,
     ),
     "capture": Case("capture against the bare forward pass", "benchmarks.capture_cases", ("tests/cache",), _CACHE_CODE),
-    "ladder": Case("held-out KL by tail rule and K", "benchmarks.ladder", ("tests/train",), ("src/alambique",)),
-    "methods": Case("the four methods in training", "benchmarks.methods", ("tests/train",), ("src/alambique",)),
-    "train": Case("a training step and its parts", "benchmarks.train", ("tests/train",), ("src/alambique",)),
 }
