@@ -49,7 +49,7 @@ def test_facts_and_shapes(cache: Path) -> None:
 
 
 def test_positions_that_were_not_captured_are_empty(cache: Path, fake_teacher: ModuleType) -> None:
-    signal = TeacherCache.open(cache).read(range(14))
+    signal = TeacherCache.open(str(cache)).read(range(14))  # a plain string, as the README writes it
     masked = ~fake_teacher.make_rows().loss_mask_RS
     assert masked[3].all()
     assert (signal.ids_NK[masked] == 0).all()

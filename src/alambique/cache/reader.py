@@ -40,12 +40,13 @@ class TeacherCache:
         self._open: dict[int, Shard] = {}
 
     @classmethod
-    def open(cls, path: Path) -> "TeacherCache":
+    def open(cls, path: Path | str) -> "TeacherCache":
         """Open the cache in folder ``path``.
 
         Raises:
             UserError: the manifest is missing, damaged or of another version, or a shard is missing or truncated.
         """
+        path = Path(path)
         raw, manifest = load_manifest(path)
         find_codec(manifest.codec, str(path / MANIFEST))
         for name, entry in manifest.files.items():
