@@ -63,7 +63,7 @@ def test_a_stage_has_one_name_in_four_places() -> None:
         assert (ROOT / f"pipeline/{name}.py").is_file()
         assert (ROOT / f"tests/pipeline/test_{name}.py").is_file()
     for stage in dvc_stages():
-        assert stage.cmd.startswith(f"python -m pipeline.run {stage_name(stage)} "), stage.cmd
+        assert stage.cmd.startswith(f"exec python -m pipeline.run {stage_name(stage)} "), stage.cmd
 
 
 # ---- law 2: an import is a cache edge
@@ -109,7 +109,7 @@ def test_the_params_that_a_stage_reads_are_those_that_dvc_watches() -> None:
     for stage in dvc_stages():
         name = stage_name(stage)
         declared = {key for dep in stage.deps for key in getattr(dep, "params", [])}
-        key = stage.cmd.split()[4:]
+        key = stage.cmd.split()[5:]
         params = Params.load(ROOT / "params.yaml")
         importlib.import_module(f"pipeline.{name}").settings(params, *key)
         reads = set(params.reads)

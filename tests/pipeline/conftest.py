@@ -64,6 +64,7 @@ class Project:
         self.root = root
         self.processes: list[subprocess.Popen[bytes]] = []
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT", "DVC"))}
+        self.env["SHELL"] = "/bin/sh"  # dash, where it is Debian's: unlike bash it stays between DVC and the command
         self.env |= {"ALAMBIQUE_RETRY_DELAY_SECONDS": "0", "ALAMBIQUE_STOP_SECONDS": "2", "CUDA_VISIBLE_DEVICES": ""}
         self.env["PATH"] = f"{Path(sys.executable).parent}:{self.env['PATH']}"
 

@@ -14,15 +14,15 @@ from pipeline import repro
 DVC_YAML = """
 stages:
   prepare:
-    cmd: python -m pipeline.run prepare ok
+    cmd: exec python -m pipeline.run prepare ok
     params: [prepare]
     metrics: [results/prepare/ok.json]
   distill:
-    cmd: python -m pipeline.run distill ${how}
+    cmd: exec python -m pipeline.run distill ${how}
     deps: [results/prepare/ok.json]
     metrics: ["results/distill/${how}.json"]
   report:
-    cmd: cp dvc.lock seen/lock && python -m pipeline.run report ok
+    cmd: cp dvc.lock seen/lock && exec python -m pipeline.run report ok
     deps: ["results/distill/${how}.json"]
     metrics: [results/report/ok.json]
 """
