@@ -91,7 +91,7 @@ def test_more_entries_are_captured_anew_and_it_says_so(
 ) -> None:
     fake_teacher.run(tmp_path / "first", tmp_path / "store")
     assert fake_teacher.run(tmp_path / "out", tmp_path / "store", **settings).reused_blocks == 0
-    assert "of other rows or settings, so all is scored" in capsys.readouterr().err
+    assert "capture: the store holds top 8, not top 9, so all is scored\n" in capsys.readouterr().err
 
 
 def test_a_lossy_or_damaged_block_gives_nothing(tmp_path: Path, fake_teacher: ModuleType) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from alambique.cache.codec import Codec, find_codec
 from alambique.cache.donors import Donors
 from alambique.cache.manifest import rows_sha256, tail_mass_statistics
+from alambique.cache.sampled import MAX_DRAWS, Sampler, Sampling
 from alambique.cache.score import DtypeName, Rows, Scorer, Teacher
 from alambique.cache.shards import FORMAT, VERSION, Block, Shard
 from alambique.cache.store import Kept, Receipt, Store, plan_blocks
@@ -44,8 +45,11 @@ class CaptureConfig(Config):
     """How the teacher is run and what is kept.
 
     Attributes:
+        keep: the most probable tokens (``top_k``), or draws from the whole distribution (``sampled``).
         top_k: entries kept at each position.
         top_p: keep fewer entries where they hold this mass already; 1 keeps K everywhere.
+        draws: with replacement, at each position; only for ``sampled``, which in turn ignores ``top_k``.
+        seed: of the draws.
         codec: how they are stored; a module in alambique.cache.codecs.
         dtype: of the teacher's weights and activations; the softmax is always fp32.
         attention: transformers' attention implementation.
@@ -54,8 +58,11 @@ class CaptureConfig(Config):
         shard_mib: size of a shard, and so of what a kill can lose.
     """
 
+    keep: Literal["top_k", "sampled"] = "top_k"  # source: as top_k; docs/cache-format.md compares
     top_k: int = Field(default=100, ge=1, le=65_536)  # source: the published system caches the top 100
     top_p: float = Field(default=1.0, gt=0, le=1)  # source: as above
+    draws: int = Field(default=50, ge=1, le=MAX_DRAWS)  # source: Sparse Logit Sampling, 12 different tokens of 50 draws
+    seed: int = Field(default=0, ge=0)  # assumption: any will do
     codec: str = "exact"  # source: benchmarks/cache_cases.py, smaller than the lossy formats of the field
     dtype: DtypeName = "bfloat16"  # source: what current teachers are published in
     attention: str = "sdpa"  # source: transformers' default
@@ -68,11 +75,18 @@ class CaptureConfig(Config):
     def _store_what_is_kept(self) -> "CaptureConfig":
         if self.top_p < 1 and self.codec != "top_p":
             raise ValueError(f"needs codec = top_p for top_p = {self.top_p}: {self.codec} would store the empty slots")
+        if self.top_p < 1 and self.keep == "sampled":
+            raise ValueError(f"can't cut draws to a mass: top_p = {self.top_p} needs keep = top_k")
         return self
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """What decides the draws, or None for the top K."""
+        return Sampling(draws=self.draws, seed=self.seed) if self.keep == "sampled" else None
 
     def require_vocabulary(self, vocab_size: int) -> None:
         """Refuse to keep more entries than there are tokens."""
-        if self.top_k > vocab_size:
+        if self.keep == "top_k" and self.top_k > vocab_size:
             raise UserError(
                 f"teacher.top_k = {self.top_k} is larger than the vocabulary of {vocab_size} tokens: choose at most "
                 f"{vocab_size}."
@@ -183,14 +197,16 @@ class _Job:
         self.num_rows, self.seq_len = self.mask_RS.shape
         self.row_hashes = rows.row_hashes()
         self.source = {"identity": identity, "engine": self.engine, "vocab_size": vocab_size, "seq_len": self.seq_len}
-        self.kept = Kept(sha256_json(self.source), config.codec, config.top_k, config.top_p)
+        sampling = config.sampling
+        slots = config.top_k if sampling is None else sampling.slots(vocab_size)
+        self.kept = Kept(sha256_json(self.source), config.codec, slots, config.top_p, sampling)
         self.derived_from: dict[str, float] | None = None
         self.scored: list[str] = []
 
     def plan(self) -> None:
         """Decide on the blocks, and find those that are finished and the rows that need no teacher."""
         self._plan_blocks()
-        self.donors = Donors(self.store, self.kept.source, self.kept.top_k, self.kept.top_p, self._names())
+        self.donors = Donors(self.store, self.kept, self._names())
         if not self.found and not self.donors.cover(self.row_hashes):
             larger = Donors.larger(self.store, self.kept, self.row_hashes)
             if larger is not None:
@@ -206,8 +222,8 @@ class _Job:
                 f"capture{cut_from}",
                 file=sys.stderr,
             )
-        elif self.store.receipts():
-            print("capture: what is in the store is of other rows or settings, so all is scored", file=sys.stderr)
+        elif (why := Donors.why_none(self.store, self.kept)) is not None:
+            print(f"capture: {why}, so all is scored", file=sys.stderr)
         self.missing = missing
 
     def _plan_blocks(self) -> None:
@@ -218,6 +234,7 @@ class _Job:
             "codec": [self.kept.codec, self.codec.VERSION],
             "top_k": self.kept.top_k,
             "top_p": self.kept.top_p,
+            "sampling": self.kept.sampling and self.kept.sampling.model_dump(),
             "derived_from": self.derived_from,
         }
         self.blocks = plan_blocks(self.row_hashes, rows_per_block, depends_on)
@@ -234,7 +251,7 @@ class _Job:
         """Refuse to start when the blocks to capture, or a copy of all blocks in ``out``, won't fit on the disk."""
 
         def estimate(blocks: list[Block]) -> int:
-            return int(sum(map(self.tokens_of, blocks)) * self.config.top_k * self.codec.BYTES_PER_ENTRY)
+            return int(sum(map(self.tokens_of, blocks)) * self.kept.top_k * self.codec.BYTES_PER_ENTRY)
 
         require_free_space(self.store.folder, estimate(self.missing), "the teacher's cache")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -244,11 +261,13 @@ class _Job:
     @cached_property
     def scorer(self) -> Scorer:
         """The teacher, loaded when first needed."""
+        sampling = self.kept.sampling
         scorer = Scorer(
             self.rows,
             self.load_teacher(),
             top_k=self.kept.top_k,
             top_p=self.kept.top_p,
+            sampler=None if sampling is None else Sampler(sampling, self.row_hashes, self.mask_RS),
             logits_mib=self.config.logits_mib,
             batch_rows=max(1, self.config.batch_tokens // self.seq_len),
             vocab_size=self.vocab_size,
@@ -311,6 +330,7 @@ class _Job:
             "codec_kl_nats": sum(s.facts.codec_kl_nats * s.facts.num_tokens for s in shards) / num_tokens,
             "top_k": self.kept.top_k,
             "top_p": self.kept.top_p,
+            "sampling": self.kept.sampling and self.kept.sampling.model_dump(),
             "derived_from": self.derived_from,
             "vocab_size": self.vocab_size,
             "seq_len": self.seq_len,

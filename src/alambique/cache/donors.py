@@ -7,13 +7,14 @@ from their fp16 logprobs (an error below 1e-4), so such a cache says in its mani
 Dimensions: N captured tokens, K entries.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alambique.cache.codec import DamageError, Entries
+from alambique.cache.sampled import kept_text
 from alambique.cache.shards import Block, Shard
 from alambique.cache.store import Kept, Receipt, Store
 
@@ -30,15 +31,14 @@ class Donor:
 
 
 class Donors:
-    """Rows by content hash, all of one ``source``, ``top_k`` and ``top_p``, from original blocks that are whole."""
+    """Rows by content hash, all of what one ``kept`` keeps, from original blocks that are whole."""
 
-    def __init__(self, store: Store, source: str, top_k: int, top_p: float, besides: set[str]) -> None:
+    def __init__(self, store: Store, kept: Kept, besides: set[str]) -> None:
         """Look through the store; blocks named in ``besides`` are left out."""
-        self.top_k, self.top_p = top_k, top_p
+        self.top_k, self.top_p = kept.top_k, kept.top_p
         self._rows: dict[str, Donor] = {}
         for name, receipt in store.receipts().items():
-            same = (receipt.source, receipt.top_k, receipt.top_p) == (source, top_k, top_p)
-            if not (same and receipt.original) or name in besides or not store.is_whole(name, receipt):
+            if not (receipt.gives(kept) and receipt.original) or name in besides or not store.is_whole(name, receipt):
                 continue
             try:
                 shard = Shard(store.path(name))
@@ -49,20 +49,33 @@ class Donors:
 
     @classmethod
     def larger(cls, store: Store, kept: Kept, row_hashes: list[str]) -> "Donors | None":
-        """Donors of all rows that keep more than ``kept`` does, or None."""
+        """Donors of all rows that keep more than ``kept`` does, or None. Draws are neither cut nor cut from."""
+        if kept.sampling is not None:
+            return None
         pairs = {
             (receipt.top_k, receipt.top_p)
             for receipt in store.receipts().values()
             if receipt.original
             and receipt.source == kept.source
+            and receipt.sampling is None
             and receipt.top_k >= kept.top_k
             and receipt.top_p >= kept.top_p
         }
         for top_k, top_p in sorted(pairs - {(kept.top_k, kept.top_p)}, reverse=True):
-            donors = cls(store, kept.source, top_k, top_p, set())
+            donors = cls(store, replace(kept, top_k=top_k, top_p=top_p), set())
             if donors.cover(row_hashes):
                 return donors
         return None
+
+    @staticmethod
+    def why_none(store: Store, kept: Kept) -> str | None:
+        """Why nothing of what the store holds can be used; None when it is empty."""
+        receipts = store.receipts().values()
+        ours = kept_text(kept.top_k, kept.top_p, kept.sampling)
+        held = {kept_text(r.top_k, r.top_p, r.sampling) for r in receipts if r.source == kept.source}
+        if held and ours not in held:
+            return f"the store holds {' and '.join(sorted(held))}, not {ours}"
+        return "what is in the store is of other rows or settings" if receipts else None
 
     def cover(self, row_hashes: list[str] | tuple[str, ...]) -> bool:
         """Whether every one of these rows is here."""

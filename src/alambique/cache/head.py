@@ -3,6 +3,7 @@
 Dimensions: N tokens, C tokens of a chunk, D hidden size, V vocabulary (without padding), K entries.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,15 +62,20 @@ def top_entries(
         int32 ids [N, K] and float16 logprobs [N, K] in nats, in order of falling probability, and the float32 tail
         mass [N], which is made from unrounded probabilities. A NaN in the logits shows as a NaN tail mass.
     """
-    pieces = []
-    for hidden_CD in torch.split(hidden_ND, head.chunk_tokens(logits_mib)):
-        logits_CV = _product(hidden_CD, head)
-        rows = len(logits_CV)
-        if logits_CV.device.type == "cpu":
-            rows = max(1, _CPU_PIECE_BYTES // (4 * logits_CV.shape[1]))
-        pieces += [_reduce(part_CV, head, top_k, top_p) for part_CV in torch.split(logits_CV, rows)]
+    pieces = [_reduce(logits_CV, top_k, top_p) for logits_CV in logits_pieces(hidden_ND, head, logits_mib)]
     ids, logprobs, tails = zip(*pieces, strict=True)
     return torch.cat(ids), torch.cat(logprobs), torch.cat(tails)
+
+
+def logits_pieces(hidden_ND: Tensor, head: Head, logits_mib: int) -> Iterator[Tensor]:
+    """Logits [C, V] of a few tokens at a time, in order, with scale and soft-cap; no tokens are one piece."""
+    for hidden_CD in torch.split(hidden_ND, head.chunk_tokens(logits_mib)):
+        logits_CV = _product(hidden_CD, head)
+        rows = max(1, len(logits_CV))
+        if logits_CV.device.type == "cpu":
+            rows = max(1, _CPU_PIECE_BYTES // (4 * logits_CV.shape[1]))
+        for part_CV in torch.split(logits_CV, rows):
+            yield part_CV if head.plain else _transform(part_CV, head)
 
 
 def _product(hidden_CD: Tensor, head: Head) -> Tensor:
@@ -79,9 +85,7 @@ def _product(hidden_CD: Tensor, head: Head) -> Tensor:
     return torch.mm(hidden_CD, weight_DV)
 
 
-def _reduce(logits_CV: Tensor, head: Head, top_k: int, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
-    if not head.plain:
-        logits_CV = _transform(logits_CV, head)
+def _reduce(logits_CV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
     # Selecting before the softmax spares topk the fp32 copy; a softmax changes no order.
     ids_CK = _top_ids(logits_CV, top_k)
     logprobs_CK = torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32).gather(-1, ids_CK)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from alambique.cache.sampled import Sampling
 from alambique.cache.shards import FORMAT, MAX_SEQ_LEN, MAX_TOP_K, MAX_VOCAB, VERSION
 from alambique.core.errors import UserError
 from alambique.core.files import MANIFEST, read_manifest, sha256_bytes
@@ -60,6 +61,7 @@ class Manifest(Config):
     codec_kl_nats: float
     top_k: int = Field(ge=1, le=MAX_TOP_K)
     top_p: float
+    sampling: Sampling | None
     vocab_size: int = Field(ge=1, le=MAX_VOCAB)
     seq_len: int = Field(ge=1, le=MAX_SEQ_LEN)
     num_rows: int = Field(ge=1)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from alambique.cache.codec import DamageError, find_codec
 from alambique.cache.manifest import REMEDY, Manifest, ShardEntry, load_manifest, rows_sha256
+from alambique.cache.sampled import kept_text
 from alambique.cache.shards import SUFFIX, Shard
 from alambique.core.errors import UserError
 from alambique.core.files import MANIFEST, sha256_file
@@ -80,6 +81,16 @@ class TeacherCache:
                 file = self.path / f"{shard.facts.name}{SUFFIX}"
                 raise UserError(f"row {rows[index]} in {file} is damaged: {error}. {REMEDY}") from error
         return TopKSignal(torch.from_numpy(ids_RSK), torch.from_numpy(logprobs_RSK), torch.from_numpy(tail_mass_RS))
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the entries are draws, with log-weights as their logprobs and no tail mass."""
+        return self._manifest.sampling is not None
+
+    @property
+    def kept(self) -> str:
+        """What is kept at each position, in words."""
+        return kept_text(self.top_k, self._manifest.top_p, self._manifest.sampling)
 
     @cached_property
     def row_hashes(self) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from alambique.cache.codec import Entries
 from alambique.cache.head import Head, top_entries
+from alambique.cache.sampled import Sampler
 from alambique.core.errors import UserError
 from alambique.core.measure import device_name
 
@@ -57,6 +58,7 @@ class Scorer:
         rows: what to score; only positions with a True loss mask are kept.
         teacher: on ``device``.
         top_k, top_p: what is kept (see ``CaptureConfig``).
+        sampler: draws what is kept instead.
         logits_mib: memory for the logits of a chunk.
         batch_rows: rows of one forward pass, until memory runs out.
         vocab_size: rows of the head beyond it are padding, and cut.
@@ -70,6 +72,7 @@ class Scorer:
         *,
         top_k: int,
         top_p: float,
+        sampler: Sampler | None = None,
         logits_mib: int,
         batch_rows: int,
         vocab_size: int,
@@ -81,7 +84,7 @@ class Scorer:
                 "teacher's own tokenizer."
             )
         self._rows, self._mask_RS, self._teacher = rows, rows.loss_mask_RS.numpy(), teacher
-        self._top_k, self._top_p, self._logits_mib = top_k, top_p, logits_mib
+        self._top_k, self._top_p, self._sampler, self._logits_mib = top_k, top_p, sampler, logits_mib
         self._batch_rows, self._device = batch_rows, device
         self.head = Head(
             teacher.head_weight_VD.detach()[:vocab_size],
@@ -121,7 +124,10 @@ class Scorer:
                 positions_N = torch.from_numpy(np.flatnonzero(self._mask_RS[start:stop])).to(self._device)
                 hidden_BSD = self._teacher.hidden(input_ids_BS, document_ids_BS)
                 hidden_ND = hidden_BSD.flatten(0, 1).index_select(0, positions_N).to(self.head.weight_VD.dtype)
-                kept = top_entries(hidden_ND, self.head, self._top_k, self._logits_mib, self._top_p)
+                if self._sampler is None:
+                    kept = top_entries(hidden_ND, self.head, self._top_k, self._logits_mib, self._top_p)
+                else:
+                    kept = self._sampler.entries(hidden_ND, self.head, range(start, stop), self._logits_mib)
                 ids_NK, logprobs_NK, tail_mass_N = (tensor.cpu().numpy() for tensor in kept)
         except torch.OutOfMemoryError:
             return None

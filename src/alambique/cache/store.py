@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from alambique.cache.codec import Entries, find_codec
+from alambique.cache.sampled import Sampling
 from alambique.cache.shards import FORMAT, SUFFIX, VERSION, Block, write_shard
 from alambique.core.errors import UserError
 from alambique.core.files import atomic_path, read_json, sha256_file, sha256_json, write_json
@@ -27,6 +28,7 @@ class Kept:
     codec: str
     top_k: int
     top_p: float
+    sampling: Sampling | None = None  # None for the top K; with draws, top_k is the number of slots
     derived: bool = False  # cut from a larger capture, so not quite what the teacher would give
 
 
@@ -36,12 +38,18 @@ class Receipt(Config):
     source: str
     top_k: int
     top_p: float
+    sampling: Sampling | None
     original: bool  # every bit as the teacher gave it: neither derived nor stored by a lossy codec
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     bytes: int = Field(ge=0)
     tokens: int = Field(ge=0)
     seconds: float = Field(ge=0)  # of the forward pass and all it waited for; what a resumed run reports
     peak_mib: float = Field(ge=0)
+
+    def gives(self, kept: Kept) -> bool:
+        """Whether the block holds of its rows what ``kept`` keeps, whatever the codec."""
+        ours = (self.source, self.top_k, self.top_p, self.sampling)
+        return ours == (kept.source, kept.top_k, kept.top_p, kept.sampling)
 
 
 def plan_blocks(row_hashes: list[str], rows_per_block: int, depends_on: dict[str, Any]) -> list[Block]:
@@ -108,6 +116,7 @@ class Store:
                 source=kept.source,
                 top_k=kept.top_k,
                 top_p=kept.top_p,
+                sampling=kept.sampling,
                 original=find_codec(kept.codec, str(shard)).LOSSLESS and not kept.derived,
                 sha256=sha256,
                 bytes=size,
