@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from alambique.cache import codecs
 from alambique.core.errors import UserError, did_you_mean
 
+Arrays = tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.float32]]  # ids [N, K], logprobs [N, K], tails [N]
+
 
 class DamageError(Exception):
     """Bytes of a shard contradict each other. The reader says in which shard and row, and what to do."""
