@@ -1,11 +1,11 @@
-"""``python -m benchmarks.plots``: the two plots of docs/loss.md, drawn from the rows recorded last."""
+"""``python -m benchmarks.plots``: the plots of docs/loss.md and docs/ladder.md, from the rows recorded last."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import records
+from benchmarks import ladder_page, records
 from benchmarks.cases import LLAMA31_8B, SMOLLM2_135M
 
 FOLDER = records.ROOT / "docs" / "plots"
@@ -13,7 +13,7 @@ _LABELS = {"dense": "dense (reference)", "dense_plain": "dense, as one writes it
 
 
 def main(folder: Path = FOLDER) -> int:
-    """Write both SVG files; say which rows they are from."""
+    """Write the SVG files; say which rows they are from."""
     folder.mkdir(parents=True, exist_ok=True)
     memory = newest(records.load("loss_memory"), ("contender", "tokens"))
     if memory:
@@ -34,7 +34,10 @@ def main(folder: Path = FOLDER) -> int:
         device = for_plot[-1]["device"]
         tail = for_plot[-1]["shape"].split("x", 1)[1].replace("x", ", V ")
         draw(points, "seconds", f"Time of one step of the loss, {device}\nD {tail}, K 100", folder / "loss_time.svg")
-    print(f"{len(memory)} rows of memory, {len(for_plot)} of time; plots in {folder}")
+    ladder = newest(records.load("ladder"), ("rung", "seed"))
+    if ladder:
+        ladder_page.draw(ladder, folder / "ladder.svg")
+    print(f"{len(memory)} rows of memory, {len(for_plot)} of time, {len(ladder)} of the ladder; plots in {folder}")
     return 0
 
 

@@ -35,18 +35,29 @@ def load_teacher(dtype: DtypeName, device: torch.device, quick: bool) -> SplitMo
 
 def load_rows(num_rows: int, quick: bool) -> PackedRows:
     """Packed rows of the corpora in params.yaml, made by the prepare stage's own code; or random ids."""
+    return load_splits(num_rows, 1, quick).train
+
+
+def load_splits(train_rows: int, valid_rows: int, quick: bool) -> PreparedData:
+    """The same with held-out rows; the manifest holds ``tokenizer_sha256`` and ``vocab_size``."""
     if quick:
-        ids_RS = torch.randint(0, _QUICK_VOCAB, (num_rows, 32), dtype=torch.int32)
-        return PackedRows(ids_RS, torch.zeros_like(ids_RS), torch.ones_like(ids_RS, dtype=torch.bool))
+        facts = {"tokenizer_sha256": "", "vocab_size": _QUICK_VOCAB}
+        return PreparedData(_random_rows(train_rows), _random_rows(valid_rows), facts)
     params = Params.load()
     settings = prepare_stage.settings(params, params.keys("teachers")[0])
-    config = settings.prepare.model_copy(update={"train_rows": num_rows, "valid_rows": 1})
+    config = settings.prepare.model_copy(update={"train_rows": train_rows, "valid_rows": valid_rows})
     tokenizer = load_tokenizer(fetch_model(settings.model).path)
     facts = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "vocab_size": vocab_size(tokenizer)}
     with tempfile.TemporaryDirectory() as folder:
         corpora = [(corpus, fetch(corpus.uri)) for corpus in config.corpora]
         prepare(corpora, tokenizer, config, Path(folder) / "data", facts)
-        return PreparedData.open(Path(folder) / "data").train
+        return PreparedData.open(Path(folder) / "data")
+
+
+def _random_rows(num_rows: int) -> PackedRows:
+    generator = torch.Generator().manual_seed(num_rows)  # the same rows in each call, as real ones are
+    ids_RS = torch.randint(0, _QUICK_VOCAB, (num_rows, 32), dtype=torch.int32, generator=generator)
+    return PackedRows(ids_RS, torch.zeros_like(ids_RS), torch.ones_like(ids_RS, dtype=torch.bool))
 
 
 @torch.inference_mode()
