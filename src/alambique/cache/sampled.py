@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from alambique.cache.head import Head, logits_pieces
+from alambique.core.errors import UserError
 from alambique.core.files import sha256_json
 from alambique.core.params import Config
 
@@ -60,6 +61,24 @@ def kept_text(top_k: int, top_p: float, sampling: Sampling | None) -> str:
     if sampling is not None:
         return f"{sampling.draws} draws (seed {sampling.seed})"
     return f"top {top_k}" + (f" within mass {top_p}" if top_p < 1 else "")
+
+
+def require_tail(sampled: bool, tail: str, where: str) -> None:
+    """Refuse a cache whose entries mean something else than the loss's ``tail`` takes them for.
+
+    Raises:
+        UserError: begins with ``where``.
+    """
+    if sampled and tail != "sampled":
+        raise UserError(
+            f"{where}: distill.loss.tail = {tail} would take draws for a top K: set it to sampled, or the teacher's "
+            "keep to top_k."
+        )
+    if not sampled and tail == "sampled":
+        raise UserError(
+            f"{where}: distill.loss.tail = sampled would take a top K for draws: set another tail (bucket is the "
+            "default), or the teacher's keep to sampled."
+        )
 
 
 class Sampler:
