@@ -1,183 +1,198 @@
-"""Students: the teacher with layers left out, or a model of its own.
+"""Which student: a model of its own, or what is left of the teacher after leaving out layers, channels and heads.
 
-Pruning copies tensors between safetensors files, one at a time and bit for bit, in the teacher's stored dtype; the
-model is never built, so that memory stays small and no conversion can creep in.
+Dimensions: L teacher layers, I MLP channels of a layer, G groups of heads (a key-value head with its query heads).
 """
 
-import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
-from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch import Tensor
 
 from alambique.core.errors import UserError
-from alambique.core.files import link_or_copy, write_json
 from alambique.core.params import Config
-from alambique.models.fetch import ModelSource, weight_files
+from alambique.models.importance import Importance
 
-# "model.layers.7.mlp…": the stack of decoder layers as transformers names it, also below "language_model.".
-_LAYER = re.compile(r"^(?P<stack>(?:[a-z_]+\.)*?(?:layers|h|blocks))\.(?P<index>\d+)\.(?P<rest>.+)$")
-# What belongs to a model beside its weights: configuration, tokenizer, terms of use.
-_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*", "USE_POLICY*")
-_NOT_COMPANIONS = ("manifest.json", "config.json", "model.safetensors.index.json")
+_DEPTH = ("drop_layers", "drop_block", "keep_uniform", "drop_by_influence")
 
 
 class LayerBlock(Config):
-    """Consecutive layers, counted from 0."""
+    """Consecutive layers, counted from 0; with ``measured``, the block that turns the hidden states least."""
 
-    first: int = Field(ge=0)
+    first: Annotated[int, Field(ge=0)] | Literal["measured"]
     count: int = Field(ge=1)
 
 
+class Width(Config):
+    """How wide the layers are after pruning. What isn't named stays; the hidden size always stays."""
+
+    intermediate_size: int | None = Field(None, ge=1)  # MLP channels, those of least mean |activation| go
+    num_key_value_heads: int | None = Field(None, ge=1)  # each with its query heads, those that add least go
+
+    @model_validator(mode="after")
+    def _something(self) -> "Width":
+        if self.intermediate_size is None and self.num_key_value_heads is None:
+            raise ValueError("must set intermediate_size, num_key_value_heads, or both")
+        return self
+
+
+class Measurement(Config):
+    """On what the teacher is measured, where a strategy needs it."""
+
+    # assumption: 16; the embedded pair's choices were the same from 4 rows of 256 tokens on (docs/log.md)
+    rows: int = Field(default=16, ge=1)  # first rows of the train split
+    attention: str = "sdpa"  # the one kernel of transformers that runs on every device
+
+
 class StudentConfig(Config):
-    """Which student: exactly one of these."""
+    """Which student: a ``model``, or the teacher pruned in depth (one of four ways), in ``width``, or both."""
 
     model: str | None = None  # URI of a model with the teacher's vocabulary
     drop_layers: list[int] | None = None  # the teacher without these layers, counted from 0
     drop_block: LayerBlock | None = None  # the teacher without a run of layers
-    keep_uniform: int | None = Field(
-        None, ge=1
-    )  # so many of the teacher's layers, evenly spaced, first and last included
+    # so many of the teacher's layers, evenly spaced, first and last included
+    keep_uniform: int | None = Field(None, ge=1)
+    # the teacher without so many layers, those of least block influence (ShortGPT, arXiv 2403.03853)
+    drop_by_influence: int | None = Field(None, ge=1)
+    width: Width | None = None  # by activation importance (Minitron, arXiv 2407.14679)
+    measure: Measurement = Measurement()
 
     @model_validator(mode="after")
-    def _exactly_one(self) -> "StudentConfig":
-        chosen = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(chosen) != 1:
-            names = ", ".join(type(self).model_fields)
-            raise ValueError(f"must set exactly one of {names}, not {' and '.join(chosen) or 'none'}")
+    def _one_student(self) -> "StudentConfig":
+        chosen = [name for name in ("model", *_DEPTH) if getattr(self, name) is not None]
+        if len(chosen) > 1 or (not chosen and self.width is None):
+            names = ", ".join(("model", *_DEPTH))
+            found = " and ".join(chosen) or "none"
+            raise ValueError(f"must set exactly one of {names}, not {found} (or `width`, alone or beside a depth)")
+        if self.model is not None and self.width is not None:
+            raise ValueError("sets both model and width, but only the teacher is ever pruned: leave one out")
         return self
 
-    def kept_layers(self, num_layers: int) -> list[int]:
-        """The teacher's layers that a pruned student keeps, ascending.
+    @property
+    def strategy(self) -> str:
+        """What chose the student: the key that was set, ``width`` where depth stays."""
+        return next((name for name in ("model", *_DEPTH) if getattr(self, name) is not None), "width")
+
+    @property
+    def measured(self) -> bool:
+        """Whether the teacher must be run on the corpus to make this student."""
+        at_block = self.drop_block is not None and self.drop_block.first == "measured"
+        return self.width is not None or self.drop_by_influence is not None or at_block
+
+    def require(self, num_layers: int, intermediate_size: int | None, key_value_heads: int | None) -> None:
+        """Check against the teacher's sizes what can be checked before it is measured; None for one that it lacks.
+
+        Raises:
+            UserError: nothing or everything would be left, or a width isn't smaller than the teacher's.
+        """
+        block = self.drop_block.count if self.drop_block is not None else None
+        for name, count in (("drop_block", block), ("drop_by_influence", self.drop_by_influence)):
+            if count is not None:
+                _require_count(name, count, num_layers)
+        if self.keep_uniform is not None and not self.keep_uniform < num_layers:
+            raise UserError(
+                f"keep_uniform = {self.keep_uniform} must be smaller than the teacher's {num_layers} layers."
+            )
+        limits = {"intermediate_size": intermediate_size, "num_key_value_heads": key_value_heads}
+        for name, limit in limits.items():
+            wanted = getattr(self.width, name, None)
+            if wanted is not None and limit is not None and not wanted < limit:
+                raise UserError(f"width.{name} = {wanted} must be smaller than the teacher's {limit}: leave it out.")
+
+    def kept_layers(self, num_layers: int, importance: Importance | None = None) -> list[int]:
+        """The teacher's layers that a pruned student keeps, ascending; ``importance`` where it is ``measured``.
 
         Raises:
             UserError: an index outside the teacher, twice the same, or nothing or everything is left.
         """
         if self.keep_uniform is not None:
             return _evenly_spaced(self.keep_uniform, num_layers)
-        if self.drop_block is not None:
-            name, dropped = (
-                "drop_block",
-                list(range(self.drop_block.first, self.drop_block.first + self.drop_block.count)),
-            )
-        else:
-            name, dropped = "drop_layers", self.drop_layers or []
+        name, dropped = self.strategy, self._dropped(importance)
         wrong = [index for index in dropped if not 0 <= index < num_layers]
         if wrong:
             raise UserError(f"{name} names layer {wrong[0]}, but the teacher's layers are 0 to {num_layers - 1}.")
         if len(set(dropped)) != len(dropped):
             raise UserError(f"{name} names a layer twice: list each layer once.")
-        if not 0 < len(dropped) < num_layers:
-            raise UserError(f"{name} drops {len(dropped)} of the teacher's {num_layers} layers: drop some, keep some.")
+        if name in _DEPTH:
+            _require_count(name, len(dropped), num_layers)
         return [index for index in range(num_layers) if index not in set(dropped)]
+
+    def _dropped(self, importance: Importance | None) -> list[int]:
+        if self.drop_by_influence is not None:
+            assert importance is not None
+            return _least(importance.block_influence, self.drop_by_influence)
+        if self.drop_block is not None:
+            first = self.drop_block.first
+            if first == "measured":
+                assert importance is not None
+                first = _least(importance.block_distance, 1)[0]
+            return list(range(first, first + self.drop_block.count))
+        return self.drop_layers or []
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What stays of a teacher: ``layers``, and of each *teacher* layer these channels and groups; None where all stay.
+
+    All ascending, because order is free: a permuted MLP computes the same.
+    """
+
+    layers: Sequence[int]
+    channels: Tensor | None = None  # [L, kept channels]
+    groups: Tensor | None = None  # [L, kept groups]
+
+
+def decide(config: StudentConfig, num_layers: int, importance: Importance | None = None) -> Cut:
+    """What stays. Equal scores are decided by the lower index, so the same scores give the same student."""
+    layers = config.kept_layers(num_layers, importance)
+    if config.width is None:
+        return Cut(layers)
+    assert importance is not None
+    return Cut(
+        layers,
+        _most(importance.channels_LI, config.width.intermediate_size),
+        _most(importance.groups_LG, config.width.num_key_value_heads),
+    )
+
+
+def scores(importance: Importance, cut: Cut) -> dict[str, Any]:
+    """The scores for results, to six digits: of channels, thousands a layer, only what share of their sum is kept."""
+    found: dict[str, Any] = {
+        "tokens": importance.num_tokens,
+        "block_influence": _rounded(importance.block_influence),
+        "block_distance": _rounded(importance.block_distance),
+    }
+    if importance.groups_LG is not None:
+        found["groups"] = [_rounded(groups.tolist()) for groups in importance.groups_LG]
+    if importance.channels_LI is not None and cut.channels is not None:
+        pairs = zip(importance.channels_LI, cut.channels, strict=True)
+        found["channels_share_kept"] = _rounded([float(all_I[kept].sum() / all_I.sum()) for all_I, kept in pairs])
+    return found
+
+
+def _require_count(name: str, dropped: int, num_layers: int) -> None:
+    if not 0 < dropped < num_layers:
+        raise UserError(f"{name} drops {dropped} of the teacher's {num_layers} layers: drop some, keep some.")
 
 
 def _evenly_spaced(count: int, num_layers: int) -> list[int]:
-    if not count < num_layers:
-        raise UserError(f"keep_uniform = {count} must be smaller than the teacher's {num_layers} layers.")
     if count == 1:
         return [0]
     return [round(step * (num_layers - 1) / (count - 1)) for step in range(count)]
 
 
-def layers_of(path: Path) -> int:
-    """Number of decoder layers of the model in ``path``."""
-    return int(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().num_hidden_layers)
+def _least(scores: Sequence[float], count: int) -> list[int]:
+    return sorted(sorted(range(len(scores)), key=lambda index: scores[index])[:count])
 
 
-def vocab_rows(path: Path) -> int:
-    """Rows of the output head of the model in ``path``, padding included."""
-    return int(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().vocab_size)
+def _most(scores_LX: Tensor | None, count: int | None) -> Tensor | None:
+    """Indices of the ``count`` highest scores of each layer, ascending, [L, count]."""
+    if scores_LX is None or count is None:
+        return None
+    return torch.argsort(scores_LX, dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
 
-def count_parameters(path: Path) -> int:
-    """Parameters of the model in ``path``, tied ones once, from its configuration alone."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def copy_model(source: ModelSource, out: Path) -> None:
-    """Put the model's files into ``out``, hard-linked where the filesystem can."""
-    for name in (*weight_files(source.path), "config.json"):
-        link_or_copy((source.path / name).resolve(), out / name)
-    index = source.path / "model.safetensors.index.json"
-    if index.is_file():
-        link_or_copy(index.resolve(), out / index.name)
-    _copy_companions(source.path, out)
-
-
-def prune_layers(teacher: Path, kept: list[int], out: Path) -> None:
-    """Write into ``out`` the model in ``teacher`` with only the layers ``kept``, renumbered from 0.
-
-    Everything else (embeddings, final norm, head, tying, dtype, tokenizer) is the teacher's.
-
-    Raises:
-        UserError: the model's layers aren't named in a way that is understood.
-    """
-    config = AutoConfig.from_pretrained(teacher, local_files_only=True)
-    new_index = {old: new for new, old in enumerate(kept)}
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    stacks: set[str] = set()
-    for name in weight_files(teacher):
-        tensors = {}
-        with safe_open(teacher / name, framework="pt") as shard:
-            for key in shard.keys():  # noqa: SIM118 a safetensors file is not a mapping
-                match = _LAYER.match(key)
-                if match:
-                    stacks.add(match["stack"])
-                    if int(match["index"]) not in new_index:
-                        continue
-                renamed = f"{match['stack']}.{new_index[int(match['index'])]}.{match['rest']}" if match else key
-                tensors[renamed] = shard.get_tensor(key)
-        if tensors:
-            save_file(tensors, out / name, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, name)
-            total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    if len(stacks) != 1:
-        raise UserError(
-            f"{type(config).__name__} has {len(stacks)} stacks of layers ({', '.join(sorted(stacks))}), so pruning "
-            "can't tell which to cut: give the student as a `model` instead."
-        )
-    if len(weight_files(teacher)) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(out / "model.safetensors.index.json", index)
-    pruned_config(config, kept).save_pretrained(out)
-    _copy_companions(teacher, out)
-
-
-def pruned_config(config: PreTrainedConfig, kept: list[int]) -> PreTrainedConfig:
-    """The configuration of a model with only the layers ``kept``: their number, and every per-layer list."""
-    settings = config.to_dict()
-    text = settings.get("text_config", settings)
-    num_layers = text["num_hidden_layers"]
-    for name, value in list(text.items()):
-        if "layer" in name and isinstance(value, list) and len(value) == num_layers:  # layer_types, no_rope_layers, …
-            text[name] = [value[index] for index in kept]
-    text["num_hidden_layers"] = len(kept)
-    rebuilt: PreTrainedConfig = type(config).from_dict(settings)
-    return rebuilt
-
-
-def facts(path: Path) -> Mapping[str, Any]:
-    """What a reader of results wants to know of a model folder."""
-    return {
-        "num_parameters": count_parameters(path),
-        "layers": layers_of(path),
-        "vocab_rows": vocab_rows(path),
-        "bytes": sum((path / name).stat().st_size for name in weight_files(path)),
-    }
-
-
-def _copy_companions(source: Path, out: Path) -> None:
-    for pattern in _COMPANIONS:
-        for path in source.glob(pattern):
-            if path.is_file() and path.name not in _NOT_COMPANIONS:
-                link_or_copy(path.resolve(), out / path.name)
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]
