@@ -5,15 +5,20 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from alambique.cache import drift as drift_module
 from alambique.cache import store as store_module
 from alambique.cache.capture import CaptureConfig
+from alambique.cache.compare import compare
+from alambique.cache.drift import scored_twice
 from alambique.cache.reader import TeacherCache
 from alambique.core.errors import UserError
 from alambique.core.params import validate
@@ -70,7 +75,7 @@ def test_bytes_do_not_depend_on_the_batch_size(
 def test_batches_never_straddle_blocks(tmp_path: Path, fake_teacher: ModuleType) -> None:
     teacher = fake_teacher.FakeTeacher()
     fake_teacher.run(tmp_path / "out", tmp_path / "store", teacher=teacher, batch_tokens=72)
-    assert teacher.rows_seen == [3, 1, 3, 1, 3, 1, 2]
+    assert teacher.rows_seen == [3, 1, 1, 3, 1, 3, 1, 2]  # the third is the first row again, alone
 
 
 def test_out_of_memory_halves_the_batch(
@@ -191,7 +196,7 @@ def test_nan_names_the_row(tmp_path: Path, fake_teacher: ModuleType) -> None:
 
     def broken(input_ids_BS: torch.Tensor, document_ids_BS: torch.Tensor) -> torch.Tensor:
         hidden_BSD = real(input_ids_BS, document_ids_BS)
-        if len(teacher.rows_seen) == 3:  # rows 4 and 5
+        if len(teacher.rows_seen) == 4:  # rows 4 and 5; the third call was for row 0 again
             hidden_BSD[1, 4] = float("nan")
         return hidden_BSD
 
@@ -283,3 +288,96 @@ def test_quantized_tells_its_error_and_top_p_its_mass(captured: Path, tmp_path: 
     assert filled[mask].sum() < 0.7 * mask.sum() * 8
     assert (signal_of_rows.tail_mass_N[mask & ~filled.all(-1)] < 0.2 + 1e-6).all()
     assert cache.manifest["top_p"] == 0.8
+
+
+@pytest.fixture
+def wobbly(fake_teacher: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes teachers that see a lone row otherwise than in a batch, as real kernels do; every third row is rescored."""
+    monkeypatch.setattr(drift_module, "_ONE_ROW_IN", 3)
+
+    def make(broken_at: int | None = None) -> Any:
+        teacher = fake_teacher.FakeTeacher()
+        steady = teacher.hidden
+
+        def hidden(input_ids_BS: torch.Tensor, document_ids_BS: torch.Tensor) -> torch.Tensor:
+            if len(teacher.rows_seen) == broken_at:
+                raise KeyboardInterrupt
+            return steady(input_ids_BS, document_ids_BS) * (1.01 if len(input_ids_BS) == 1 else 1.0)
+
+        teacher.hidden = hidden
+        return teacher
+
+    return make
+
+
+class Never:
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"the teacher was asked for {name}")
+
+
+def test_the_manifest_tells_how_far_a_second_scoring_was(
+    tmp_path: Path, fake_teacher: ModuleType, wobbly: Callable[..., Any]
+) -> None:
+    fake_teacher.run(tmp_path / "out", tmp_path / "store", teacher=wobbly())
+    fake_teacher.run(tmp_path / "alone", tmp_path / "other", teacher=wobbly(), batch_tokens=24)
+    together, alone = TeacherCache.open(tmp_path / "out"), TeacherCache.open(tmp_path / "alone")
+    mask_RS = fake_teacher.make_rows().loss_mask_RS
+    sample = scored_twice(together.row_hashes, mask_RS.any(1).tolist())
+    numbers = sorted((digest, row) for row, digest in enumerate(together.row_hashes) if digest in sample)
+    assert 2 < len(numbers) < 14
+    found = together.manifest["rescored"]
+    assert found == compare(together, alone, [(row, row) for _, row in numbers]).model_dump()
+    assert (found["rows"], found["positions"]) == (len(numbers), sum(int(mask_RS[row].sum()) for _, row in numbers))
+    assert found["mean_kl_nats"] > 1e-5
+    assert alone.manifest["rescored"]["mean_kl_nats"] == 0
+
+
+def test_one_row_of_a_small_corpus_is_scored_twice(captured: Path) -> None:
+    found = TeacherCache.open(captured).manifest["rescored"]
+    assert (found["rows"], found["positions"], found["mean_kl_nats"], found["same_top1"]) == (1, 23, 0.0, 1.0)
+
+
+def test_second_scorings_survive_an_interruption(
+    tmp_path: Path, fake_teacher: ModuleType, wobbly: Callable[..., Any]
+) -> None:
+    fake_teacher.run(tmp_path / "anew", tmp_path / "other", teacher=wobbly())
+    with pytest.raises(KeyboardInterrupt):
+        fake_teacher.run(tmp_path / "out", tmp_path / "store", teacher=wobbly(broken_at=7))
+    result = fake_teacher.run(tmp_path / "out", tmp_path / "store", teacher=wobbly())
+    assert 0 < result.reused_blocks < 4
+    assert content(tmp_path / "out") == content(tmp_path / "anew")
+    fake_teacher.run(tmp_path / "again", tmp_path / "store", teacher=Never())
+    assert content(tmp_path / "again") == content(tmp_path / "anew")
+
+
+@pytest.mark.parametrize("settings", [{"shard_mib": 1}, {"codec": "quantized"}])
+def test_second_scorings_go_with_their_rows(
+    tmp_path: Path, fake_teacher: ModuleType, wobbly: Callable[..., Any], settings: dict[str, object]
+) -> None:
+    fake_teacher.run(tmp_path / "first", tmp_path / "store", teacher=wobbly())
+    fake_teacher.run(tmp_path / "out", tmp_path / "store", teacher=Never(), **settings)
+    first, out = (TeacherCache.open(tmp_path / name).manifest["rescored"] for name in ("first", "out"))
+    assert out == first
+    rows = fake_teacher.make_rows(10)
+    fake_teacher.run(tmp_path / "fewer", tmp_path / "store", teacher=Never(), rows=rows, **settings)
+    fake_teacher.run(tmp_path / "anew", tmp_path / "other", teacher=wobbly(), rows=rows, **settings)
+    assert content(tmp_path / "fewer") == content(tmp_path / "anew")
+
+
+def test_a_block_whose_first_row_was_not_scored_twice_is_captured_again(
+    tmp_path: Path, fake_teacher: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drift_module, "_ONE_ROW_IN", 1 << 40)
+    rows = fake_teacher.make_rows(12, masked=False)
+    fake_teacher.run(tmp_path / "first", tmp_path / "store", rows=rows)
+    rest = type(rows)(rows.input_ids_RS[4:], rows.document_ids_RS[4:], rows.loss_mask_RS[4:])
+    assert fake_teacher.run(tmp_path / "out", tmp_path / "store", rows=rest).reused_blocks == 1
+    fake_teacher.run(tmp_path / "anew", tmp_path / "other", rows=rest)
+    assert content(tmp_path / "out") == content(tmp_path / "anew")
+
+
+def test_draws_are_not_scored_twice(tmp_path: Path, fake_teacher: ModuleType) -> None:
+    teacher = fake_teacher.FakeTeacher()
+    fake_teacher.run(tmp_path / "out", tmp_path / "store", teacher=teacher, keep="sampled")
+    assert TeacherCache.open(tmp_path / "out").manifest["rescored"] is None
+    assert sum(teacher.rows_seen) == 14

@@ -73,6 +73,7 @@ def test_fewer_entries_are_cut_from_a_larger_cache(
     cache, anew = TeacherCache.open(tmp_path / "out"), TeacherCache.open(tmp_path / "anew")
     cache.verify()
     assert cache.manifest["derived_from"] == {"top_k": 8, "top_p": 1.0}
+    assert cache.manifest["rescored"] is None
     assert anew.manifest["derived_from"] is None
     ours, theirs = cache.read(range(14)), anew.read(range(14))
     # Mass summed from rounded logprobs may reach top_p one entry earlier or later.

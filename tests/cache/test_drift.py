@@ -100,10 +100,11 @@ def test_merged_weighs_by_positions() -> None:
 
 def test_few_rows_are_scored_twice_and_growing_keeps_them() -> None:
     hashes = [hashlib.sha256(str(row).encode()).hexdigest() for row in range(20_000)]
-    samples = [scored_twice(hashes[:count]) for count in (1, 128, 5_000, 20_000)]
-    assert samples[0] == samples[1] == hashes[:1]
+    samples = [scored_twice(hashes[:count], [True] * count) for count in (1, 128, 5_000, 20_000)]
+    assert samples[0] == samples[1] == {hashes[0]}
     assert 10 <= len(samples[3]) <= 35
     for small, large in pairwise(samples):
-        assert large[: len(small)] == small
-    assert scored_twice(hashes[:1] * 3) == hashes[:1]
-    assert scored_twice([]) == []
+        assert small <= large
+    assert scored_twice(hashes[100:], [True] * 19_900) - {hashes[100]} == samples[3] - {hashes[0]}
+    assert scored_twice(hashes[:3], [False, True, True]) == {hashes[1]}  # padding only says nothing of drift
+    assert scored_twice([], []) == set()

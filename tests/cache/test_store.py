@@ -37,7 +37,7 @@ def test_a_finished_block_is_found_and_a_damaged_one_named(tmp_path: Path, capsy
     block = plan_blocks(HASHES[:2], 2, DEPENDS)[0]
     store = Store(tmp_path / "store")
     assert store.find(block) is None
-    receipt = store.write(block, MASK, entries(), KEPT, seconds=1.5, peak_mib=10.0)
+    receipt = store.write(block, MASK, entries(), KEPT, seconds=1.5, peak_mib=10.0, rescored={})
     assert store.find(block) == receipt
     assert (receipt.tokens, receipt.seconds, receipt.bytes) == (6, 1.5, store.path(block.name).stat().st_size)
     assert capsys.readouterr().err == ""
@@ -54,7 +54,7 @@ def test_a_finished_block_is_found_and_a_damaged_one_named(tmp_path: Path, capsy
 def test_a_damaged_receipt_is_no_receipt(tmp_path: Path, content: bytes) -> None:
     block = plan_blocks(HASHES[:2], 2, DEPENDS)[0]
     store = Store(tmp_path)
-    store.write(block, MASK, entries(), KEPT, 1.0, 1.0)
+    store.write(block, MASK, entries(), KEPT, 1.0, 1.0, {})
     (tmp_path / f"{block.name}.json").write_bytes(content)
     assert store.find(block) is None
 
@@ -62,7 +62,7 @@ def test_a_damaged_receipt_is_no_receipt(tmp_path: Path, content: bytes) -> None
 def test_a_shard_without_receipt_is_unfinished(tmp_path: Path) -> None:
     block = plan_blocks(HASHES[:2], 2, DEPENDS)[0]
     store = Store(tmp_path)
-    store.write(block, MASK, entries(), KEPT, 1.0, 1.0)
+    store.write(block, MASK, entries(), KEPT, 1.0, 1.0, {})
     (tmp_path / f"{block.name}.json").unlink()
     assert store.find(block) is None
 
@@ -85,5 +85,5 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr(store_module, "write_shard", full)
     block = plan_blocks(HASHES[:2], 2, DEPENDS)[0]
     with pytest.raises(UserError, match=r"No space left on device\): free some space and run again, the blocks"):
-        Store(tmp_path).write(block, MASK, entries(), KEPT, 1.0, 1.0)
+        Store(tmp_path).write(block, MASK, entries(), KEPT, 1.0, 1.0, {})
     assert list(tmp_path.iterdir()) == []

@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 
 from alambique.cache.codec import Codec, find_codec
 from alambique.cache.donors import Donors
+from alambique.cache.drift import merged, scored_twice
 from alambique.cache.manifest import rows_sha256, tail_mass_statistics
 from alambique.cache.sampled import MAX_DRAWS, Sampler, Sampling
 from alambique.cache.score import DtypeName, Rows, Scorer, Teacher
@@ -53,6 +54,8 @@ class CaptureConfig(Config):
         codec: how they are stored; a module in alambique.cache.codecs.
         dtype: of the teacher's weights and activations; the softmax is always fp32.
         attention: transformers' attention implementation.
+        device_map: spread the teacher's layers over the visible GPUs, and the CPU where they are full.
+        tensor_parallel: GPUs that split each of its layers between them, one process each.
         batch_tokens: tokens of one forward pass, whole rows; halved when memory runs out.
         logits_mib: memory for the logits of one chunk of tokens.
         shard_mib: size of a shard, and so of what a kill can lose.
@@ -66,6 +69,8 @@ class CaptureConfig(Config):
     codec: str = "exact"  # source: benchmarks/cache_cases.py, smaller than the lossy formats of the field
     dtype: DtypeName = "bfloat16"  # source: what current teachers are published in
     attention: str = "sdpa"  # source: transformers' default
+    device_map: Literal["auto", "balanced", "sequential"] | None = None  # assumption: the teacher fits on one GPU
+    tensor_parallel: int = Field(default=1, ge=1)  # assumption: as above
     batch_tokens: int = Field(default=8192, ge=1)  # assumption: fills a GPU, and a 70B teacher's activations still fit
     # assumption: 2,000 tokens at V = 128,256 keep the head's product compute-bound on a GPU; a CPU takes 24 MiB
     logits_mib: int = Field(default=2048, ge=1)
@@ -77,6 +82,8 @@ class CaptureConfig(Config):
             raise ValueError(f"needs codec = top_p for top_p = {self.top_p}: {self.codec} would store the empty slots")
         if self.top_p < 1 and self.keep == "sampled":
             raise ValueError(f"can't cut draws to a mass: top_p = {self.top_p} needs keep = top_k")
+        if self.device_map is not None and self.tensor_parallel > 1:
+            raise ValueError(f"can't have tensor_parallel = {self.tensor_parallel} and a device_map, only one of them")
         return self
 
     @property
@@ -97,8 +104,9 @@ class CaptureConfig(Config):
 class CaptureResult:
     """What a capture cost.
 
-    ``seconds`` and ``peak_mib`` are what the teacher took for all blocks, also those that earlier runs finished;
-    ``tokens_per_s`` is the pace of the blocks that this run scored, or of all when it scored none.
+    ``seconds`` and ``peak_mib`` are what the teacher took for all blocks, also those that earlier runs or jobs beside
+    this one finished: of jobs side by side the sum and the largest. ``tokens_per_s`` is the pace of the blocks that
+    this run scored, or of all when it scored none: always that of one job, so N of them are up to N times as fast.
     """
 
     num_rows: int
@@ -141,7 +149,7 @@ def capture(
     Raises:
         UserError: a setting that can't work, too little disk space, or a teacher that produces NaN.
     """
-    job = _Job(rows, load_teacher, Store(store), identity, config, vocab_size, device)
+    job = CaptureJob(rows, load_teacher, Store(store), identity, config, vocab_size, device)
     job.plan()
     job.require_space(out)
     written = job.run()
@@ -173,7 +181,7 @@ def engine(device: torch.device, dtype: DtypeName) -> dict[str, Any]:
     }
 
 
-class _Job:
+class CaptureJob:
     """One capture: its plan, and the loop over its blocks."""
 
     def __init__(
@@ -201,6 +209,8 @@ class _Job:
         slots = config.top_k if sampling is None else sampling.slots(vocab_size)
         self.kept = Kept(sha256_json(self.source), config.codec, slots, config.top_p, sampling)
         self.derived_from: dict[str, float] | None = None
+        # Draws would hide how far the teacher drifts.
+        self.twice = set() if sampling else scored_twice(self.row_hashes, rows.loss_mask_RS.any(dim=1).tolist())
         self.scored: list[str] = []
 
     def plan(self) -> None:
@@ -212,9 +222,10 @@ class _Job:
             if larger is not None:
                 self.derived_from = {"top_k": larger.top_k, "top_p": larger.top_p}
                 self.donors, self.kept = larger, replace(self.kept, derived=True)
+                self.twice = set()
                 self._plan_blocks()
         missing = [block for block in self.blocks if block.name not in self.found]
-        given = sum(self.donors.cover(block.row_hashes) for block in missing)
+        given = sum(self.donors.cover(block.row_hashes, self.twice) for block in missing)
         cut_from = f", cut from top {self.derived_from['top_k']}" if self.derived_from else ""
         if self.found or given:
             print(
@@ -238,7 +249,7 @@ class _Job:
             "derived_from": self.derived_from,
         }
         self.blocks = plan_blocks(self.row_hashes, rows_per_block, depends_on)
-        self.found = {block.name: receipt for block in self.blocks if (receipt := self.store.find(block))}
+        self.found = {block.name: receipt for block in self.blocks if (receipt := self.store.find(block, self.twice))}
 
     def _names(self) -> set[str]:
         return {block.name for block in self.blocks}
@@ -247,13 +258,15 @@ class _Job:
         """Captured positions in a block."""
         return int(self.mask_RS[block.rows.start : block.rows.stop].sum())
 
-    def require_space(self, out: Path) -> None:
+    def require_space(self, out: Path | None) -> None:
         """Refuse to start when the blocks to capture, or a copy of all blocks in ``out``, won't fit on the disk."""
 
         def estimate(blocks: list[Block]) -> int:
             return int(sum(map(self.tokens_of, blocks)) * self.kept.top_k * self.codec.BYTES_PER_ENTRY)
 
         require_free_space(self.store.folder, estimate(self.missing), "the teacher's cache")
+        if out is None:
+            return
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.parent.stat().st_dev != self.store.folder.stat().st_dev:  # a hard link can't cross filesystems
             require_free_space(out.parent, estimate(self.blocks), "a copy of the teacher's cache")
@@ -277,12 +290,14 @@ class _Job:
             raise ValueError(f"the teacher's logits are {scorer.head.logits_dtype}, not as {self.engine} says")
         return scorer
 
-    def run(self) -> dict[str, Receipt]:
-        """Score or convert the missing blocks and write them; returns their receipts by name."""
+    def run(self, part: tuple[int, int] | None = None) -> dict[str, Receipt]:
+        """Score or convert the missing blocks and write them; returns their receipts by name.
+
+        As ``part`` (I, N) of N processes it leaves the blocks that another one has claimed.
+        """
         receipts: dict[str, Receipt] = {}
         pending: deque[tuple[Block, Future[Receipt]]] = deque()
-        done_tokens = sum(receipt.tokens for receipt in self.found.values())
-        progress = Progress("capture", int(self.mask_RS.sum()), done=done_tokens)
+        progress = self._progress(part)
 
         def finish_oldest() -> None:
             block, future = pending.popleft()
@@ -296,14 +311,18 @@ class _Job:
         # Leaving the pool waits for the block being written, so an error or ^C elsewhere doesn't lose it.
         with progress, ThreadPoolExecutor(1, "write") as writer:
             for block in self.missing:
-                given = self.donors.cover(block.row_hashes)
+                if part is not None and not self.store.claim(block):
+                    continue
+                given = self.donors.cover(block.row_hashes, self.twice)
                 if given:
                     entries, seconds, peak = self.donors.entries(block, self.kept, self.vocab_size)
+                    rescored = self.donors.rescored(block.row_hashes, self.twice)
                     report(len(entries.tail_mass_N))
                 else:
                     scorer = self.scorer  # loading it is no part of its pace
                     stopwatch = Stopwatch(self.device)
                     entries = scorer.entries(block.rows, report)
+                    rescored = scorer.drifts(block, entries, self.twice)
                     self.scored.append(block.name)
                 while len(pending) >= _BLOCKS_IN_FLIGHT - 1:
                     finish_oldest()
@@ -311,17 +330,30 @@ class _Job:
                     seconds, peak = stopwatch.seconds(), peak_mib(self.device)  # waiting for the writer included
                 mask_RS = self.mask_RS[block.rows.start : block.rows.stop]
                 pending.append(
-                    (block, writer.submit(self.store.write, block, mask_RS, entries, self.kept, seconds, peak))
+                    (
+                        block,
+                        writer.submit(self.store.write, block, mask_RS, entries, self.kept, seconds, peak, rescored),
+                    )
                 )
             while pending:
                 finish_oldest()
         return receipts
+
+    def _progress(self, part: tuple[int, int] | None) -> Progress:
+        """A bar over all tokens; of a part over its fair share of those that are missing."""
+        if part is not None:
+            missing = sum(map(self.tokens_of, self.missing))
+            return Progress(f"capture {part[0]}/{part[1]}", missing // part[1], line=part[0] - 1)
+        done = sum(receipt.tokens for receipt in self.found.values())
+        return Progress("capture", int(self.mask_RS.sum()), done=done)
 
     def assemble(self, out: Path, receipts: list[Receipt]) -> dict[str, Any]:
         """Link the blocks into ``out`` and write its manifest, which holds nothing that a second run could change."""
         num_tokens = sum(receipt.tokens for receipt in receipts)
         shards = [Shard(self.store.path(block.name)) for block in self.blocks]
         placed = list(zip(self.blocks, receipts, strict=True))
+        rescored = {digest: found for receipt in receipts for digest, found in receipt.rescored.items()}
+        sample = [rescored[digest] for digest in sorted(self.twice)]
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -339,6 +371,7 @@ class _Job:
             "bytes_per_token": sum(receipt.bytes for receipt in receipts) / num_tokens,
             "rows_sha256": rows_sha256(self.row_hashes),
             "tail_mass": tail_mass_statistics((shard.tail_mass_N for shard in shards), num_tokens),
+            "rescored": merged(sample).model_dump() if sample else None,
             "identity": self.identity,
             "engine": self.engine,
             "shards": [

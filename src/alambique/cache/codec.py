@@ -49,6 +49,12 @@ class Entries:
         ends = np.cumsum(self.counts_R)[:-1]
         return list(zip(np.split(self.ids_NK, ends), np.split(self.logprobs_NK, ends), strict=True))
 
+    def of_row(self, number: int) -> Arrays:
+        """Views of one row's ids, logprobs and tail masses."""
+        stop = int(self.counts_R[: number + 1].sum())
+        part = slice(stop - int(self.counts_R[number]), stop)
+        return self.ids_NK[part], self.logprobs_NK[part], self.tail_mass_N[part]
+
 
 @dataclass(frozen=True)
 class Encoded:

@@ -7,18 +7,18 @@ from their fp16 logprobs (an error below 1e-4), so such a cache says in its mani
 Dimensions: N captured tokens, K entries.
 """
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alambique.cache.codec import DamageError, Entries
+from alambique.cache.codec import Arrays, DamageError, Entries
+from alambique.cache.drift import Drift
 from alambique.cache.sampled import kept_text
 from alambique.cache.shards import Block, Shard
 from alambique.cache.store import Kept, Receipt, Store
-
-Arrays = tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Donors:
             except DamageError:
                 continue
             for row, digest in enumerate(shard.row_hashes):
-                self._rows.setdefault(digest, Donor(shard, row, receipt))
+                if digest not in self._rows or digest in receipt.rescored:
+                    self._rows[digest] = Donor(shard, row, receipt)
 
     @classmethod
     def larger(cls, store: Store, kept: Kept, row_hashes: list[str]) -> "Donors | None":
@@ -77,9 +78,16 @@ class Donors:
             return f"the store holds {' and '.join(sorted(held))}, not {ours}"
         return "what is in the store is of other rows or settings" if receipts else None
 
-    def cover(self, row_hashes: list[str] | tuple[str, ...]) -> bool:
-        """Whether every one of these rows is here."""
-        return all(digest in self._rows for digest in row_hashes)
+    def cover(self, row_hashes: Sequence[str], twice: Set[str] = frozenset()) -> bool:
+        """Whether every one of these rows is here, and for those in ``twice`` how far a second scoring was."""
+        return all(
+            digest in self._rows and (digest not in twice or digest in self._rows[digest].receipt.rescored)
+            for digest in row_hashes
+        )
+
+    def rescored(self, row_hashes: Sequence[str], twice: Set[str]) -> dict[str, Drift]:
+        """How far the second scoring was, for those rows that are in ``twice``; ``cover`` says if they are here."""
+        return {digest: self._rows[digest].receipt.rescored[digest] for digest in row_hashes if digest in twice}
 
     def entries(self, block: Block, kept: Kept, vocab_size: int) -> tuple[Entries, float, float]:
         """A block's entries, cut down to ``kept``; the seconds that the teacher once took for them; and its peak MiB.

@@ -7,7 +7,7 @@ and needs no guess about what either left out. ``shared_mass`` tells how much th
 Dimensions: N positions, K and L entries of the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,13 +43,16 @@ class Drift(Config):
     shared_mass: float
 
 
-def scored_twice(row_hashes: Sequence[str]) -> list[str]:
+def scored_twice(row_hashes: Sequence[str], has_target_R: Iterable[bool]) -> set[str]:
     """The hashes of rows to score a second time: the first row's, and about one in a thousand, chosen by content.
+
+    Rows without a target don't count.
 
     Whether a row is in the sample doesn't depend on the others but for the first, so a data set that grows or loses
     its end keeps it.
     """
-    return list(dict.fromkeys(h for n, h in enumerate(row_hashes) if n == 0 or int(h[:8], 16) % _ONE_ROW_IN == 0))
+    hashes = [digest for digest, has_target in zip(row_hashes, has_target_R, strict=True) if has_target]
+    return {h for n, h in enumerate(hashes) if n == 0 or int(h[:8], 16) % _ONE_ROW_IN == 0}
 
 
 def drift(first: Arrays, second: Arrays) -> Drift:
@@ -64,8 +67,8 @@ def drift(first: Arrays, second: Arrays) -> Drift:
     log_p = logprobs_NK.reshape(-1)[in_first].astype(np.float64)
     log_q = logprobs_NL.reshape(-1)[in_second].astype(np.float64)
     rest_p_N, rest_q_N = _rest(first, in_first), _rest(second, in_second)
-    kl_N = np.bincount(in_first // ids_NK.shape[1], _kl_terms(log_p, log_q), num_positions)
-    kl_N = kl_N + _kl_terms(np.log(rest_p_N), np.log(rest_q_N))
+    shared_N = np.bincount(in_first // ids_NK.shape[1], _kl_terms(log_p, log_q), num_positions)
+    kl_N = shared_N + _kl_terms(np.log(rest_p_N), np.log(rest_q_N))
     return Drift(
         rows=1,
         positions=num_positions,
@@ -114,9 +117,11 @@ def _rest(arrays: Arrays, common: NDArray[np.intp]) -> NDArray[np.float64]:
     _, logprobs_NK, tail_mass_N = arrays
     mass_NK: NDArray[np.float64] = np.exp(logprobs_NK.astype(np.float64))
     mass_NK.reshape(-1)[common] = 0.0
-    return np.maximum(tail_mass_N + mass_NK.sum(axis=1), _LEAST_REST)
+    rest_N: NDArray[np.float64] = np.maximum(tail_mass_N + mass_NK.sum(axis=1), _LEAST_REST)
+    return rest_N
 
 
 def _kl_terms(log_p: NDArray[np.float64], log_q: NDArray[np.float64]) -> NDArray[np.float64]:
     p: NDArray[np.float64] = np.exp(log_p)
-    return p * (log_p - log_q) - p + np.exp(log_q)
+    terms: NDArray[np.float64] = p * (log_p - log_q) - p + np.exp(log_q)
+    return terms

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from alambique.cache.drift import Drift
 from alambique.cache.sampled import Sampling
 from alambique.cache.shards import FORMAT, MAX_SEQ_LEN, MAX_TOP_K, MAX_VOCAB, VERSION
 from alambique.core.errors import UserError
@@ -70,6 +71,7 @@ class Manifest(Config):
     derived_from: dict[str, float] | None
     rows_sha256: str = Field(pattern=SHA256)
     tail_mass: TailMass
+    rescored: Drift | None
     identity: dict[str, Any]
     engine: Engine
     shards: list[ShardEntry] = Field(min_length=1)

@@ -4,16 +4,18 @@ Dimensions: R rows, B rows of a batch, S positions, D hidden size, V vocabulary,
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from alambique.cache.codec import Entries
+from alambique.cache.codec import Arrays, Entries
+from alambique.cache.drift import Drift, drift
 from alambique.cache.head import Head, top_entries
 from alambique.cache.sampled import Sampler
+from alambique.cache.shards import Block
 from alambique.core.errors import UserError
 from alambique.core.measure import device_name
 
@@ -62,7 +64,7 @@ class Scorer:
         logits_mib: memory for the logits of a chunk.
         batch_rows: rows of one forward pass, until memory runs out.
         vocab_size: rows of the head beyond it are padding, and cut.
-        device: where the teacher is.
+        device: where the teacher takes its input.
     """
 
     def __init__(
@@ -114,6 +116,18 @@ class Scorer:
         counts_R = self._mask_RS[numbers.start : numbers.stop].sum(axis=1, dtype=np.int64)
         return Entries(ids, logprobs, tails, counts_R, self.head.weight_VD.shape[0])
 
+    def drift(self, number: int, first: Arrays) -> Drift:
+        """Score one row again, alone, and compare with its ``first`` scoring: kernels may round otherwise."""
+        return drift(first, self.entries(range(number, number + 1), lambda _: None).of_row(0))
+
+    def drifts(self, block: Block, entries: Entries, twice: Set[str]) -> dict[str, Drift]:
+        """The drift of those rows of a scored block that are in ``twice``, by content hash."""
+        return {
+            digest: self.drift(row, entries.of_row(row - block.first_row))
+            for row, digest in zip(block.rows, block.row_hashes, strict=True)
+            if digest in twice
+        }
+
     def _try_batch(self, start: int, stop: int) -> tuple[Any, Any, Any] | None:
         """Ids, logprobs and tail masses of rows [start, stop) as numpy arrays, or None when memory ran out."""
         try:
@@ -123,7 +137,9 @@ class Scorer:
                 # Counted on the CPU, so that the device need not be waited for.
                 positions_N = torch.from_numpy(np.flatnonzero(self._mask_RS[start:stop])).to(self._device)
                 hidden_BSD = self._teacher.hidden(input_ids_BS, document_ids_BS)
-                hidden_ND = hidden_BSD.flatten(0, 1).index_select(0, positions_N).to(self.head.weight_VD.dtype)
+                # A teacher that is spread over GPUs ends on another one than it began, and its head may be on a third.
+                hidden_ND = hidden_BSD.flatten(0, 1).index_select(0, positions_N.to(hidden_BSD.device))
+                hidden_ND = hidden_ND.to(self.head.weight_VD.device, self.head.weight_VD.dtype)
                 if self._sampler is None:
                     kept = top_entries(hidden_ND, self.head, self._top_k, self._logits_mib, self._top_p)
                 else:

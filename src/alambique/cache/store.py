@@ -1,16 +1,19 @@
 """The store: a scratch folder where finished blocks outlive a killed capture, each with a receipt."""
 
+import fcntl
 import sys
 import time
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from alambique.cache.codec import Entries, find_codec
+from alambique.cache.drift import Drift
 from alambique.cache.sampled import Sampling
 from alambique.cache.shards import FORMAT, SUFFIX, VERSION, Block, write_shard
 from alambique.core.errors import UserError
@@ -45,6 +48,7 @@ class Receipt(Config):
     tokens: int = Field(ge=0)
     seconds: float = Field(ge=0)  # of the forward pass and all it waited for; what a resumed run reports
     peak_mib: float = Field(ge=0)
+    rescored: dict[str, Drift]  # of rows that were scored twice, by content hash
 
     def gives(self, kept: Kept) -> bool:
         """Whether the block holds of its rows what ``kept`` keeps, whatever the codec."""
@@ -67,6 +71,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._claims: IO[str] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for scratch in folder.glob(".*.part"):
             if time.time() - scratch.stat().st_mtime > _ABANDONED_SECONDS:
@@ -86,21 +91,45 @@ class Store:
         shard = self.path(name)
         return shard.is_file() and shard.stat().st_size == receipt.bytes and sha256_file(shard) == receipt.sha256
 
-    def find(self, block: Block) -> Receipt | None:
-        """The receipt of a block whose file is whole, hashing it; a damaged one is named on stderr and forgotten."""
+    def find(self, block: Block, twice: Set[str] = frozenset()) -> Receipt | None:
+        """The receipt of a block whose file is whole, hashing it; a damaged one is named on stderr and forgotten.
+
+        A block is not finished either when it lacks the second scoring of one of its rows that are in ``twice``.
+        """
         shard = self.path(block.name)
         if not (shard.is_file() and self._receipt_path(block.name).is_file()):
             return None
         receipt = self._read_receipt(block.name)
         if receipt is not None and self.is_whole(block.name, receipt):
-            return receipt
+            return receipt if twice & set(block.row_hashes) <= receipt.rescored.keys() else None
         rows = f"rows {block.rows.start} to {block.rows.stop - 1}"
         print(f"warning: {shard} ({rows}) is damaged and will be captured again", file=sys.stderr)
         self._receipt_path(block.name).unlink()
         return None
 
+    def claim(self, block: Block) -> bool:
+        """Take a block for this process, until it ends; False when another one has it, or has just finished it.
+
+        A lock on one byte of an empty file, which the kernel frees however the process ends: what a killed one had
+        claimed goes to the next that asks.
+        """
+        if self._claims is None:
+            self._claims = (self.folder / "claims").open("a")
+        try:
+            fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(block.name[:15], 16))
+        except (BlockingIOError, PermissionError):  # POSIX leaves open which
+            return False
+        return not self._receipt_path(block.name).is_file()
+
     def write(
-        self, block: Block, mask_RS: NDArray[np.bool_], entries: Entries, kept: Kept, seconds: float, peak_mib: float
+        self,
+        block: Block,
+        mask_RS: NDArray[np.bool_],
+        entries: Entries,
+        kept: Kept,
+        seconds: float,
+        peak_mib: float,
+        rescored: dict[str, Drift],
     ) -> Receipt:
         """Encode a block, write it atomically, then its receipt.
 
@@ -123,6 +152,7 @@ class Store:
                 tokens=len(entries.tail_mass_N),
                 seconds=seconds,
                 peak_mib=peak_mib,
+                rescored=rescored,
             )
             write_json(self._receipt_path(block.name), receipt.model_dump())
         except OSError as error:
