@@ -1,7 +1,8 @@
 """Case ``capture``: a whole capture, compression and files included, against the teacher's bare forward pass.
 
 The bare pass is what transformers does: backbone, then the output head on every position, in the model's own dtype,
-with nothing done to the logits.
+with nothing done to the logits. Like the capture it runs the first row a second time, alone: on real data that is one
+row in a thousand, of these few rows it would be 4 %.
 """
 
 import shutil
@@ -62,8 +63,7 @@ def run(options: Options) -> Outcome:
 @torch.inference_mode()
 def _forward(rows: PackedRows, teacher: SplitModel, batch_rows: int) -> None:
     device = teacher.head_weight_VD.device
-    for start in range(0, rows.num_rows, batch_rows):
-        batch = slice(start, start + batch_rows)
+    for batch in (slice(0, 1), *(slice(start, start + batch_rows) for start in range(0, rows.num_rows, batch_rows))):
         hidden_BSD = teacher.hidden(rows.input_ids_RS[batch].to(device), rows.document_ids_RS[batch].to(device))
         torch.nn.functional.linear(hidden_BSD, teacher.head_weight_VD, teacher.head_bias_V)
 

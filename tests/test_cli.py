@@ -6,10 +6,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
+from alambique.cache.capture import CaptureConfig, capture
 from alambique.cli import main
-from alambique.models.load import tokenizer_sha256
-from tests.tiny_models import tiny_tokenizer
+from alambique.core.files import write_manifest
+from alambique.core.sources import content_sha256
+from alambique.data.dataset import PackedRows, PreparedData
+from alambique.models.load import SplitModel, load_model, tokenizer_sha256
+from tests.tiny_models import save_model, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +96,23 @@ def test_show_what_was_not_captured(cache: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == ("row 3, position 0: not captured (padding, a prompt, or a document's end)\n")
 
 
+def test_a_cache_of_draws(tmp_path: Path, fake_teacher: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_teacher.run(tmp_path / "cache", tmp_path / "store", keep="sampled", draws=40, seed=3)
+    assert main(["cache", "info", str(tmp_path / "cache")]) == 0
+    out = capsys.readouterr().out
+    assert "kept               40 draws (seed 3) of 300 tokens\n" in out
+    assert "mass not kept" not in out
+    assert main(["cache", "show", str(tmp_path / "cache"), "--row", "2", "--position", "5", "--top", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "row 2, position 5: draws of the teacher's next token, by weight"
+    assert len(lines) == 4
+    weights = [float(line.split("%")[0]) for line in lines[1:]]
+    assert sum(weights) == pytest.approx(100, abs=0.1)
+    assert weights[0] * 0.4 == pytest.approx(round(weights[0] * 0.4), abs=0.01)  # a count of 40
+    more = int(lines[3].split()[2])
+    assert 0 < more < 38  # slots that merged draws left empty are not shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -122,7 +145,147 @@ def test_a_missing_shard(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{shard} is missing." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["cache"], ["cache", "burn", "x"], ["cache", "show"]])
+def test_diff_of_equal_caches(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(cache, tmp_path / "copy")
+    assert main(["cache", "diff", str(cache), str(tmp_path / "copy")]) == 0
+    assert capsys.readouterr().out == "equal: 14 rows in 4 shards of the same sha256\n"
+
+
+def test_diff_of_settings_and_distributions(
+    cache: Path, tmp_path: Path, fake_teacher: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = fake_teacher.FakeTeacher()
+    teacher.logit_scale = 1.05
+    rows = fake_teacher.make_rows(20)
+    fake_teacher.run(tmp_path / "other", tmp_path / "store2", teacher=teacher, rows=rows, top_k=9)
+    assert main(["cache", "diff", str(cache), str(tmp_path / "other")]) == 1
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
+    found = {name: value.strip() for name, value in lines.items()}
+    assert found["top_k"] == "8 | 9"
+    assert found["num_rows"] == "14 | 20"
+    assert found["rows in common"] == "14 of 14 | of 20"
+    first, second = (json.loads((path / "manifest.json").read_bytes()) for path in (cache, tmp_path / "other"))
+    assert found["bytes per token"] == f"{first['bytes_per_token']:.1f} | {second['bytes_per_token']:.1f}"
+    assert found["rows_sha256"] == f"{first['rows_sha256'][:12]}… | {second['rows_sha256'][:12]}…"
+    assert "identity.dtype" not in found
+    assert found["compared"] == "13 rows, 279 positions"
+    assert float(found["mean KL, nats"]) > 1e-4
+    assert float(found["largest KL, nats"]) > float(found["mean KL, nats"])
+    assert float(found["largest |Δ logprob|, nats"]) > 0.01
+    assert found["same top-1"].endswith("%")
+    assert 50 < float(found["mass on ids that both keep"].rstrip("%")) < 100
+    assert main(["cache", "diff", str(cache), str(tmp_path / "other"), "--rows", "2"]) == 1
+    assert "2 rows, " in capsys.readouterr().out
+
+
+def test_diff_with_draws_compares_settings_only(
+    cache: Path, tmp_path: Path, fake_teacher: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_teacher.run(tmp_path / "draws", tmp_path / "store2", keep="sampled")
+    assert main(["cache", "diff", str(cache), str(tmp_path / "draws")]) == 1
+    out = capsys.readouterr().out
+    assert "draws differ by chance, so the distributions are not compared" in out
+    assert "mean KL" not in out
+
+
+def test_diff_of_other_data_shows_the_fields_and_then_says_why_no_more(
+    cache: Path, tmp_path: Path, fake_teacher: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = fake_teacher.make_rows(4)
+    rows.input_ids_RS[:] = 7
+    fake_teacher.run(tmp_path / "other", tmp_path / "store2", rows=rows)
+    assert main(["cache", "diff", str(cache), str(tmp_path / "other")]) == 2
+    printed = capsys.readouterr()
+    assert "rows_sha256" in printed.out
+    assert printed.err.splitlines()[-1] == (
+        f"error: {cache} and {tmp_path / 'other'} have no row in common: name two caches of the same prepared data."
+    )
+
+
+def test_diff_of_no_rows(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "diff", str(cache), str(cache), "--rows", "0"]) == 2
+    assert capsys.readouterr().err == "error: --rows 0 compares nothing: choose at least 1.\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model, prepared rows and the cache captured from them, in the current folder."""
+    save_model(tmp_path / "model", tiny_model(LlamaConfig), tiny_tokenizer())
+    ids = torch.randint(6, 300, (6, 16), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    rows = PackedRows(ids, torch.zeros_like(ids), (torch.arange(16) < 15).repeat(6, 1))
+    (tmp_path / "prepared").mkdir()
+    for split in ("train", "valid"):
+        rows.save(tmp_path / f"prepared/{split}.safetensors")
+    counts = {"rows": rows.num_rows, "target_tokens": rows.num_target_tokens}
+    write_manifest(tmp_path / "prepared", {"splits": {"train": counts, "valid": counts}})
+    monkeypatch.chdir(tmp_path)
+    recapture(tmp_path, rows)
+    return tmp_path
+
+
+def recapture(project: Path, rows: PackedRows, sharper: float = 1.0, **identity: str) -> None:
+    """Make the cache ``captured``, by a teacher whose logits are ``sharper`` than the model's."""
+    pin = content_sha256(project / "model")
+    origin = {"teacher": f"file:model#sha256={pin}", "teacher_sha256": pin, "dtype": "float32", "attention": "sdpa"}
+    device = torch.device("cpu")
+    teacher = SplitModel(load_model(project / "model", dtype="float32", device=device))
+    teacher.logit_scale *= sharper
+    config = CaptureConfig(top_k=8, dtype="float32", batch_tokens=64, shard_mib=1)
+    shutil.rmtree(project / "scratch", ignore_errors=True)
+    out, store = project / "captured", project / "scratch"
+    capture(rows, lambda: teacher, out, store, {**origin, **identity}, config, 300, device)
+
+
+RESCORE = ["cache", "rescore", "captured", "--data", "prepared"]
+
+
+def test_rescore_finds_todays_teacher_the_same(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(RESCORE) == 0
+    out = capsys.readouterr().out
+    then = json.loads(Path("captured/manifest.json").read_bytes())["rescored"]
+    assert then["rows"] == 1
+    assert f"compared                         1 rows, {then['positions']} positions | 1 rows, 15 positions" in out
+    assert f"mean KL, nats                    {then['mean_kl_nats']:.3g} | " in out
+    assert "mean KL within 0.01 nats: this teacher is still the cache's" in out
+    assert "engine" not in out
+    assert "device" not in out
+
+
+def test_rescore_shows_another_teacher_or_engine(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recapture(project, PreparedData.open(Path("prepared")).train, sharper=3.0)
+    manifest = json.loads(Path("captured/manifest.json").read_bytes())
+    manifest["engine"]["device"], manifest["rescored"] = "NVIDIA Z9", None
+    Path("captured/manifest.json").write_text(json.dumps(manifest))
+    assert main(RESCORE) == 1
+    out = capsys.readouterr().out
+    assert "device                           NVIDIA Z9 | cpu (" in out
+    assert "same top-1                       not known | " in out
+    assert "mean KL above 0.01 nats: capture it again here, or go back to its engine" in out
+
+
+@pytest.mark.parametrize(
+    ("identity", "message"),
+    [
+        ({"dtype": "float8"}, "captured: identity: dtype = 'float8' should be 'float32', 'bfloat16' or 'float16'"),
+        ({"teacher_sha256": "0" * 64}, f"but the cache is of {'0' * 64}."),
+    ],
+)
+def test_rescore_of_an_identity_that_loads_nothing(
+    project: Path, capsys: pytest.CaptureFixture[str], identity: dict[str, str], message: str
+) -> None:
+    recapture(project, PreparedData.open(Path("prepared")).train, **identity)
+    assert main(RESCORE) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_rescore_without_its_data(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RESCORE[:-1], "elsewhere"]) == 2
+    assert "error: elsewhere/manifest.json does not exist." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["cache"], ["cache", "burn", "x"], ["cache", "show"], ["cache", "diff", "x"]])
 def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
