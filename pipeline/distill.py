@@ -1,4 +1,9 @@
-"""Stage distill@PAIR: trains the student against its teacher's cache, and ships it as a model folder."""
+"""Stage distill@PAIR: trains the student against its teacher, and ships it as a model folder.
+
+Every method has the teacher's cache as a dependency, `online` too, which reads no row of it: the graph can't depend on
+a value, and the cache's manifest says which teacher runs live and in which precision, so that methods differ in nothing
+else.
+"""
 
 import contextlib
 import csv
@@ -12,7 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from alambique.cache.reader import TeacherCache
+from alambique.cache.sampled import require_tail
 from alambique.core.errors import UserError
 from alambique.core.files import (
     MANIFEST,
@@ -27,7 +35,8 @@ from alambique.core.measure import default_device, device_name, versions
 from alambique.core.params import Config, Params, validate
 from alambique.core.places import work_dir
 from alambique.data.dataset import PreparedData
-from alambique.models.load import SplitModel, load_model, load_tokenizer
+from alambique.models.fetch import fetch_model
+from alambique.models.load import SplitModel, load_model, load_tokenizer, tokenizer_sha256
 from alambique.train.config import DistillConfig
 from alambique.train.export import export_model, model_card
 from alambique.train.loop import distill
@@ -72,6 +81,8 @@ def _run(pair: str, stop: threading.Event) -> None:
     out = Path(f"artifacts/distill/{pair}")
     require_free_space(out.parent, inputs.student_bytes, f"the distilled {pair}")
     config, device = resolved.distill, default_device()
+    if config.method != "online":  # which reads no cache
+        require_tail(inputs.cache.sampled, config.loss.tail, str(inputs.cache.path))
     scratch = work_dir() / "distill" / fingerprint("distill", resolved, *inputs.manifests)
     tokenizer = load_tokenizer(inputs.student)
     student = SplitModel(load_model(inputs.student, dtype="float32", device=device, attention=config.attention))
@@ -79,7 +90,7 @@ def _run(pair: str, stop: threading.Event) -> None:
     result = distill(
         student,
         inputs.data.train,
-        inputs.cache,
+        inputs.live_teacher(device) if config.method == "online" else inputs.cache,
         config,
         vocab_size=inputs.vocab_size,
         scratch=scratch,
@@ -136,6 +147,25 @@ class Inputs:
         """Ids that mean the same token to teacher and student; the student stage compared them by content."""
         return self.cache.vocab_size
 
+    def live_teacher(self, device: torch.device) -> SplitModel:
+        """The model that was captured, in the precision in which it was.
+
+        Raises:
+            UserError: its source now gives another model or tokenizer.
+        """
+        identity = self.cache.manifest["identity"]
+        source = fetch_model(identity["teacher"])
+        tokenizer = tokenizer_sha256(load_tokenizer(source.path))
+        if (source.sha256, tokenizer) != (identity["teacher_sha256"], self.data.manifest["tokenizer_sha256"]):
+            raise UserError(
+                f"{source.uri} is no longer the model or tokenizer that {self.cache.path} was captured from: "
+                "capture it again (`dvc repro`)."
+            )
+        model = load_model(source.path, dtype=identity["dtype"], device=device, attention=identity["attention"])
+        teacher = SplitModel(model.requires_grad_(False))
+        teacher.check()
+        return teacher
+
     @property
     def student_bytes(self) -> int:
         """Size of the student's weights, which the trained ones won't exceed by more than fp32 over bf16."""
@@ -149,7 +179,7 @@ class Inputs:
             "teacher": _sources({"sources": [{"uri": identity["teacher"], "sha256": identity["teacher_sha256"]}]}),
             "student before training": _sources(self.student_manifest),
             "corpus": _sources(self.data.manifest),
-            "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, top {self.cache.top_k}",
+            "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, {self.cache.kept}",
             "prepared data (sha256 of manifest)": prepared,
             "teacher's cache (sha256 of manifest)": captured,
             "student (sha256 of manifest)": student,

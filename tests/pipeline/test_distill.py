@@ -131,7 +131,7 @@ def test_results_and_lineage(project: Path) -> None:
     assert results["num_target_tokens"] == STEPS * 4 * (SEQ_LEN - 2)
     for name in ("tokens_per_s", "target_tokens_per_s", "tflop_per_s", "peak_mib", "seconds"):
         assert results[name] > 0, name
-    assert results["loss_impl"] == "fused"
+    assert (results["method"], results["loss_impl"]) == ("fused", "fused")
     with CURVE.open() as stream:
         curve = list(csv.DictReader(stream))
     columns = ["step", "tokens", "loss_nats", "kd_nats", "ce_nats", "learning_rate", "grad_norm"]
@@ -150,6 +150,37 @@ def test_results_and_lineage(project: Path) -> None:
         assert said in card
     assert "ce_weight = 0.1" in card
     assert not list(Path(".work/distill").iterdir())  # checkpoints went when the model was in place
+
+
+def change(**settings: Any) -> None:
+    changed = params()
+    changed["pairs"]["half"]["distill"] |= settings
+    YAML().dump(changed, Path("params.yaml"))
+
+
+def test_online_runs_the_captured_teacher_and_reads_no_row_of_its_cache(project: Path) -> None:
+    change(method="online")
+    for shard in Path("artifacts/teacher/big").glob("*.safetensors"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    distill.run("half")
+    results = read_json(RESULTS)
+    assert (results["method"], results["steps"]) == ("online", STEPS)
+    assert results["tflop_per_s"] > 1.25 * results["model_tflop_per_s"]
+    assert "Method: `online`" in (OUT / "README.md").read_text()
+
+
+def test_online_refuses_another_teacher_than_the_captured_one(project: Path) -> None:
+    change(method="online")
+    path = Path("artifacts/teacher/big/manifest.json")
+    manifest = read_json(path)
+    manifest["identity"]["teacher_sha256"] = "0" * 64
+    write_json(path, manifest)
+    with pytest.raises(UserError) as error:
+        distill.run("half")
+    assert str(error.value) == (
+        f"{params()['teachers']['big']['model']} is no longer the model or tokenizer that artifacts/teacher/big was "
+        "captured from: capture it again (`dvc repro`)."
+    )
 
 
 def test_a_second_run_ships_the_same_bytes(project: Path, whole: dict[str, bytes]) -> None:
@@ -236,3 +267,36 @@ def test_too_small_a_disk_is_refused_before_training(project: Path, monkeypatch:
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(UserError, match=r"the distilled half needs about .* MiB in artifacts/distill, but 0 MiB"):
         distill.run("half")
+
+
+@pytest.mark.parametrize(
+    ("keep", "tail", "message"),
+    [
+        ("sampled", "bucket", "would take draws for a top K: set it to sampled, or the teacher's keep to top_k."),
+        ("top_k", "sampled", "would take a top K for draws: set another tail (bucket is the default), or the teacher's "
+         "keep to sampled."),
+    ],
+)  # fmt: skip
+def test_a_tail_that_would_misread_the_cache_is_refused_at_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch, keep: str, tail: str, message: str
+) -> None:
+    if keep == "sampled":
+        changed = params()
+        changed["teacher"] |= {"keep": "sampled", "draws": 6}
+        YAML().dump(changed, Path("params.yaml"))
+        teacher.run("big")
+    change(loss={"tail": tail})
+    monkeypatch.setattr(distill, "load_model", None)  # nothing is loaded first
+    with pytest.raises(UserError) as error:
+        distill.run("half")
+    assert str(error.value) == f"artifacts/teacher/big: distill.loss.tail = {tail} {message}"
+
+
+def test_draws_are_distilled_with_the_sampled_tail(project: Path) -> None:
+    changed = params()
+    changed["teacher"] |= {"keep": "sampled", "draws": 6}
+    changed["pairs"]["half"]["distill"] |= {"loss": {"tail": "sampled"}}
+    YAML().dump(changed, Path("params.yaml"))
+    teacher.run("big")
+    distill.run("half")
+    assert f"{ROWS} rows of {SEQ_LEN}, 6 draws (seed 0)" in (OUT / "README.md").read_text()

@@ -20,6 +20,27 @@ def test_the_budget_is_epochs_unless_steps_are_given(settings: dict[str, float],
     assert config.num_steps(192) == num_steps
 
 
+@pytest.mark.parametrize(
+    ("settings", "loss_impl"),
+    [
+        ({}, "auto"),
+        ({"method": "online"}, "auto"),
+        ({"method": "dense"}, "dense"),
+        ({"method": "forward_chunked"}, "forward_chunked"),
+        ({"impl": "recompute"}, "recompute"),
+    ],
+)
+def test_the_method_decides_the_path_and_impl_only_which_chunked_one(settings: dict[str, str], loss_impl: str) -> None:
+    assert DistillConfig.model_validate(settings).loss_impl == loss_impl
+
+
+def test_a_path_that_the_method_does_not_use_is_refused() -> None:
+    with pytest.raises(UserError, match=r"impl chooses among chunked paths, and method: dense is none: leave impl out"):
+        validate(DistillConfig, {"method": "dense", "impl": "tiled"}, "params.yaml: distill")
+    with pytest.raises(UserError, match="impl"):
+        validate(DistillConfig, {"impl": "dense"}, "params.yaml: distill")
+
+
 def test_a_mistyped_key_names_the_right_one() -> None:
     with pytest.raises(UserError, match=r"unknown key learning_rat; did you mean learning_rate\?"):
         validate(DistillConfig, {"learning_rat": 1e-4}, "params.yaml: distill")

@@ -62,6 +62,12 @@ def test_micro_batches_hold_the_targets_of_the_step_in_order(micro_batch_rows: i
     assert torch.equal(torch.cat([part.signal.tail_mass_N for part in parts]), step.signal.tail_mass_N[mask])
 
 
+def test_rows_for_a_live_teacher_carry_no_signal() -> None:
+    step = read_step([5, 0], make_rows(), None, pin=False)
+    assert [part.signal for part in step.micro_batches(1, CPU)] == [None, None]
+    assert torch.equal(step.labels_RS, read([5, 0]).labels_RS)
+
+
 def test_rows_without_gaps_are_passed_on_uncopied() -> None:
     packed = make_rows()
     full = PackedRows(packed.input_ids_RS, packed.document_ids_RS, torch.ones_like(packed.loss_mask_RS))

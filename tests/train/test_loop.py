@@ -70,6 +70,39 @@ def test_the_curve_is_the_same_however_a_step_is_cut(
         assert astuple(point) == pytest.approx(astuple(wanted), rel=2e-4)
 
 
+@pytest.mark.parametrize("method", ["online", "dense", "forward_chunked"])
+def test_every_method_gives_the_same_curve_however_a_step_is_cut(tmp_path: Path, method: str) -> None:
+    one, other = (
+        train(tmp_path / str(size), precision="fp32", method=method, micro_batch_rows=size)[1] for size in (1, 4)
+    )
+    assert one.method == method
+    for point, wanted in zip(one.curve, other.curve, strict=True):
+        assert astuple(point) == pytest.approx(astuple(wanted), rel=2e-4)
+
+
+def test_the_cached_methods_have_one_curve_and_the_live_teacher_another(
+    whole: tuple[SplitModel, DistillResult], tmp_path: Path
+) -> None:
+    curves = {
+        method: train(tmp_path / method, precision="fp32", method=method)[1].curve
+        for method in ("online", "dense", "forward_chunked")
+    }
+    losses = {method: [point.loss_nats for point in curve] for method, curve in curves.items()}
+    fused = [point.loss_nats for point in whole[1].curve]
+    assert losses["dense"] == pytest.approx(fused, rel=2e-4)
+    assert losses["forward_chunked"] == pytest.approx(fused, rel=2e-4)
+    assert abs(losses["online"][0] - fused[0]) > 0.1
+
+
+def test_a_teacher_of_the_wrong_kind_is_a_programmers_error(tmp_path: Path) -> None:
+    for method, teacher in (("online", tiny_run.RandomTeacher(make_rows())), ("fused", tiny_run.make_live_teacher())):
+        with pytest.raises(ValueError, match=f"method {method} needs a"):
+            tiny_run.distill(
+                make_student(), make_rows(), teacher, tiny_run.make_config(method=method),  # type: ignore[arg-type]
+                vocab_size=tiny_run.VOCAB, scratch=tmp_path, device=tiny_run.CPU,
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_is_a_function_of_params_data_and_seed(tmp_path: Path, precision: str) -> None:
     first, one = train(tmp_path / "1", precision=precision, checkpoint_every_steps=None, log_every_steps=1)
@@ -82,14 +115,14 @@ def test_a_run_is_a_function_of_params_data_and_seed(tmp_path: Path, precision: 
 
 
 @pytest.mark.parametrize("polls", [1, 2, 5, 11])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path, precision: str, polls: int) -> None:
+@pytest.mark.parametrize("changes", [{"precision": "fp32"}, {"precision": "bf16"}, {"method": "online"}], ids=str)
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path: Path, changes: dict[str, str], polls: int) -> None:
     """Each step polls twice (two micro-batches), so odd numbers stop in the middle of a step."""
-    whole, result = train(tmp_path / "whole", precision=precision)
+    whole, result = train(tmp_path / "whole", **changes)
     with pytest.raises(Interrupted) as stopped:
-        train(tmp_path / "cut", precision=precision, checkpoint_every_steps=100, stop=stop_after(polls))
+        train(tmp_path / "cut", checkpoint_every_steps=100, stop=stop_after(polls), **changes)
     assert stopped.value.step == polls // 2
-    resumed, rest = train(tmp_path / "cut", precision=precision, checkpoint_every_steps=100)
+    resumed, rest = train(tmp_path / "cut", checkpoint_every_steps=100, **changes)
     assert rest.resumed_from_step == polls // 2
     assert same_weights(resumed, whole)
     assert rest.curve == result.curve
@@ -195,6 +228,9 @@ def test_ten_kills_end_with_the_same_bytes(tmp_path: Path, start: Callable[..., 
         assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed"
     finish(start(tmp_path / "cut", tmp_path / "b", tmp_path / "q"))
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert {"curve.json", "model.safetensors"} <= set(files)
+    assert {"curve.json", "model.safetensors"} <= set(files)  # the curve tells rates and rows' losses, step by step
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    last = "step_00000059"
+    for name in ("weights.safetensors", "optimiser.safetensors"):
+        assert (tmp_path / "whole" / last / name).read_bytes() == (tmp_path / "cut" / last / name).read_bytes(), name

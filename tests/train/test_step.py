@@ -3,10 +3,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import CPU, VOCAB, RandomTeacher, make_config, make_rows, make_student
+from tiny_run import CPU, VOCAB, RandomTeacher, make_config, make_live_teacher, make_rows, make_student
 from torch import Tensor
 
 from alambique.core.errors import UserError
+from alambique.core.signal import TopKSignal
 from alambique.data.dataset import PackedRows
 from alambique.losses.config import LossConfig
 from alambique.models.load import SplitModel
@@ -19,12 +20,14 @@ ROWS = [3, 0, 6, 9]
 
 def make_setup(student: SplitModel, **changes: Any) -> Setup:
     loss = LossConfig(ce_weight=0.5)
-    return Setup(student, make_config(precision="fp32", **changes), loss, VOCAB, CPU, stop=lambda: False)
+    config = make_config(precision="fp32", **changes)
+    teacher = make_live_teacher() if config.method == "online" else None
+    return Setup(student, teacher, config, loss, VOCAB, CPU, stop=lambda: False)
 
 
-def make_batch(packed: PackedRows | None = None) -> StepRows:
+def make_batch(packed: PackedRows | None = None, live: bool = False) -> StepRows:
     packed = packed or make_rows()
-    teacher: Any = RandomTeacher(packed)
+    teacher: Any = None if live else RandomTeacher(packed)
     return read_step(ROWS, packed, teacher, pin=False)
 
 
@@ -39,15 +42,20 @@ def gradients_of(student: SplitModel) -> dict[str, Tensor]:
 
 def step_gradients(micro_batch_rows: int, tied: bool = True, **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
     student = make_student(tied)
-    losses = add_gradients(make_setup(student, **changes), counted(micro_batch_rows), make_batch())
+    setup = make_setup(student, **changes)
+    losses = add_gradients(setup, counted(micro_batch_rows), make_batch(live=setup.teacher is not None))
     assert losses is not None
     return losses, gradients_of(student)
 
 
+METHODS = ["online", "dense", "forward_chunked", "fused"]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("micro_batch_rows", [1, 2, 3])
-def test_gradients_do_not_depend_on_the_micro_batch(micro_batch_rows: int) -> None:
-    whole_losses, whole = step_gradients(4)
-    losses, parts = step_gradients(micro_batch_rows)
+def test_gradients_do_not_depend_on_the_micro_batch(micro_batch_rows: int, method: str) -> None:
+    whole_losses, whole = step_gradients(4, method=method)
+    losses, parts = step_gradients(micro_batch_rows, method=method)
     torch.testing.assert_close(losses, whole_losses)
     assert parts.keys() == whole.keys()
     for name, gradient in parts.items():
@@ -55,10 +63,12 @@ def test_gradients_do_not_depend_on_the_micro_batch(micro_batch_rows: int) -> No
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("impl", ["auto", "dense", "fused", "recompute"])
-def test_gradients_are_those_of_the_plain_mean_over_target_tokens(tied: bool, impl: str) -> None:
+@pytest.mark.parametrize(
+    "choice", [{"method": name} for name in METHODS[1:]] + [{"impl": "fused"}, {"impl": "recompute"}]
+)
+def test_gradients_are_those_of_the_plain_mean_over_target_tokens(tied: bool, choice: dict[str, str]) -> None:
     """The definition in a few lines: full logits, autograd, and the teacher's tail as one class."""
-    losses, gradients = step_gradients(2, tied, impl=impl)
+    losses, gradients = step_gradients(2, tied, **choice)
     student, batch = make_student(tied), make_batch()
     mask = batch.labels_RS != -100
     hidden_RSD = student.hidden(batch.input_ids_RS, batch.document_ids_RS)
@@ -72,6 +82,55 @@ def test_gradients_are_those_of_the_plain_mean_over_target_tokens(tied: bool, im
     torch.testing.assert_close(losses, torch.stack([kd + 0.5 * ce, kd, ce]).float().detach())
     for name, gradient in gradients_of(student).items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["auto", "recompute"])
+def test_online_is_the_divergence_over_the_whole_vocabulary(impl: str) -> None:
+    """The live teacher in bf16 as it stands, its distribution over the shared ids alone."""
+    losses, gradients = step_gradients(2, method="online", impl=impl)
+    student, batch, teacher = make_student(), make_batch(), make_live_teacher()
+    mask = batch.labels_RS != -100
+    hidden_RSD = student.hidden(batch.input_ids_RS, batch.document_ids_RS)
+    logq = (hidden_RSD[mask] @ student.head_weight_VD.T)[:, :VOCAB].double().log_softmax(-1)
+    teacher_ND = teacher.hidden(batch.input_ids_RS, batch.document_ids_RS)[mask].double()
+    logp = (teacher_ND @ teacher.head_weight_VD.double().T)[:, :VOCAB].log_softmax(-1)
+    kd = (logp.exp() * (logp - logq)).sum(-1).mean()
+    ce = -logq.gather(1, batch.labels_RS[mask][:, None]).mean()
+    (kd + 0.5 * ce).backward()
+    torch.testing.assert_close(losses, torch.stack([kd + 0.5 * ce, kd, ce]).float().detach())
+    for name, gradient in gradients_of(student).items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    assert all(p.grad is None for p in teacher.model.parameters())
+
+
+def test_packed_documents_give_the_gradients_of_documents_alone() -> None:
+    """Each document in a row of its own, padded: attention, positions, targets and the mean know no difference."""
+    packed = make_rows()
+    packed_losses, together = step_gradients(2)
+    alone, signal = separate_documents(packed)
+    batch = read_step(list(range(alone.num_rows)), alone, signal, pin=False)
+    assert batch.num_target_tokens == make_batch().num_target_tokens
+    student = make_student()
+    losses = add_gradients(make_setup(student), counted(3), batch)
+    assert losses is not None
+    torch.testing.assert_close(losses, packed_losses)
+    for name, gradient in gradients_of(student).items():
+        torch.testing.assert_close(gradient, together[name], rtol=1e-4, atol=1e-7)
+
+
+def separate_documents(packed: PackedRows) -> tuple[PackedRows, Any]:
+    """The documents of ``ROWS`` one a row, from position 0 on, and their signal."""
+    teacher = RandomTeacher(packed)
+    places = [(row, packed.document_ids_RS[row] == number) for row in ROWS for number in (0, 1)]
+    fields = [packed.input_ids_RS, packed.document_ids_RS, packed.loss_mask_RS]
+    fields += [teacher.signal.ids_NK, teacher.signal.logprobs_NK, teacher.signal.tail_mass_N]
+    moved = [torch.zeros(len(places), *field.shape[1:], dtype=field.dtype) for field in fields]
+    moved[1].fill_(-1)
+    for place, (row, mask_S) in enumerate(places):
+        for field, target in zip(fields, moved, strict=True):
+            target[place, : int(mask_S.sum())] = field[row, mask_S]
+    teacher.signal = TopKSignal(*moved[3:])
+    return PackedRows(*moved[:3]), teacher
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
@@ -127,6 +186,18 @@ def test_flops_are_counted_once_and_counting_changes_nothing() -> None:
     attention = 2 * 7 * 2 * seq_len * seq_len * 32
     wanted = 6 * layer_weights * seq_len + 6 * head * targets / 2 + attention
     assert run.meters.flops_per_row == pytest.approx(wanted, rel=0.02)
+    # The convention: three times the forward pass, nothing recomputed.
+    assert run.meters.model_flops_per_row == pytest.approx(wanted - attention / 7, rel=0.02)
+
+
+def test_a_live_teacher_is_work_but_not_the_students() -> None:
+    runs = {}
+    for method in ("online", "fused"):
+        runs[method] = Run(2)
+        add_gradients(make_setup(make_student(), method=method), runs[method], make_batch(live=method == "online"))
+    online, fused = (runs[method].meters for method in ("online", "fused"))
+    assert online.flops_per_row > 1.25 * fused.flops_per_row  # a teacher as large as the student: a third of its work
+    assert online.model_flops_per_row == fused.model_flops_per_row
 
 
 class FailsOnce:

@@ -22,12 +22,12 @@ VOCAB, PADDED_VOCAB, NUM_ROWS, SEQ_LEN, TOP_K = 90, 96, 12, 16, 8
 CPU = torch.device("cpu")
 
 
-def make_student(tied: bool = True, **changes: Any) -> SplitModel:
-    torch.manual_seed(1)
+def make_student(tied: bool = True, seed: int = 1, **changes: Any) -> SplitModel:
+    torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=PADDED_VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, initializer_range=0.2,
-        bos_token_id=1, eos_token_id=2, **changes,
+        **{"vocab_size": PADDED_VOCAB, **changes}, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
+        initializer_range=0.2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return SplitModel(LlamaForCausalLM(config))
 
@@ -58,6 +58,13 @@ class RandomTeacher:
         return self.signal[torch.tensor(rows)]
 
 
+def make_live_teacher() -> SplitModel:
+    """A model of its own, in bf16 and with more padded rows than the student."""
+    teacher = make_student(tied=False, seed=4, vocab_size=PADDED_VOCAB + 4)
+    teacher.model.eval().requires_grad_(False).to(torch.bfloat16)
+    return teacher
+
+
 def make_config(**changes: Any) -> DistillConfig:
     settings = {
         "rows_per_step": 4, "micro_batch_rows": 2, "epochs": 2, "learning_rate": 1e-2, "checkpoint_every_steps": 1
@@ -73,7 +80,7 @@ def step_rows(step: int) -> list[int]:
 def train(scratch: Path, student: SplitModel | None = None, **changes: Any) -> tuple[SplitModel, DistillResult]:
     student, rows = student or make_student(), make_rows()
     stop = changes.pop("stop", lambda: False)
-    teacher: Any = RandomTeacher(rows)
+    teacher: Any = make_live_teacher() if changes.get("method") == "online" else RandomTeacher(rows)
     result = distill(
         student, rows, teacher, make_config(**changes), vocab_size=VOCAB, scratch=scratch, device=CPU, stop=stop
     )
@@ -81,8 +88,8 @@ def train(scratch: Path, student: SplitModel | None = None, **changes: Any) -> t
 
 
 def train_and_save(scratch: Path, out: Path, progress: Path) -> None:
-    """A longer run, 60 steps with a checkpoint after each, for a process of its own."""
+    """A longer run, 60 steps with a checkpoint after each and random numbers (dropout), for a process of its own."""
     os.environ[PROGRESS_FILE] = str(progress)
-    student, result = train(scratch, epochs=20)
+    student, result = train(scratch, make_student(attention_dropout=0.1), epochs=20)
     student.model.save_pretrained(out)
     (out / "curve.json").write_text(json.dumps([asdict(point) for point in result.curve]))

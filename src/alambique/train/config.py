@@ -3,10 +3,12 @@
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from alambique.core.params import Config
 from alambique.losses.config import LossConfig
+
+Method = Literal["online", "dense", "forward_chunked", "fused"]
 
 
 class DistillConfig(Config):
@@ -16,13 +18,22 @@ class DistillConfig(Config):
     rate warms up linearly over ``warmup_ratio`` of the steps, then follows half a cosine down to
     ``min_learning_rate_ratio`` of its peak.
 
+    ``method`` says where the teacher's signal comes from and what is built of the logits; ``impl`` only which chunked
+    path of the loss does it, where the method is a chunked one:
+
+    - ``online``: the teacher runs beside the student, every step; the divergence is over the whole vocabulary;
+    - ``dense``: from the cache, with all logits of a micro-batch at once, in float32;
+    - ``forward_chunked``: from the cache, the student's logits all kept, the objective chunk by chunk;
+    - ``fused``: from the cache, never more than a chunk of logits.
+
     ``micro_batch_rows`` and ``gradient_checkpointing`` trade time for memory and change results only by rounding;
     ``rows_per_step`` is the batch that the optimiser sees whatever they are.
     """
 
     seed: int = Field(0, ge=0)
+    method: Method = "fused"  # source: the least memory and time of the four in the published table
     loss: LossConfig = Field(default_factory=lambda: LossConfig.model_validate({}))
-    impl: Literal["auto", "dense", "forward_chunked", "recompute", "fused", "triton", "tiled"] = "auto"
+    impl: Literal["auto", "fused", "triton", "tiled", "recompute"] = "auto"  # source: docs/loss.md, which path is best
 
     epochs: float = Field(1.0, gt=0)  # one pass: what the published figures and the embedded budget use
     steps: int | None = Field(None, ge=1)  # wins over epochs when given
@@ -47,6 +58,17 @@ class DistillConfig(Config):
     checkpoint_every_seconds: float = Field(120.0, ge=0)  # assumption: two minutes are bearable to lose
     checkpoint_every_steps: int | None = Field(None, ge=1)  # replaces the clock where steps should decide
     log_every_steps: int = Field(1, ge=1)  # assumption: a step takes seconds, so one host sync a step costs nothing
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DistillConfig":
+        if self.method in ("dense", "forward_chunked") and self.impl != "auto":
+            raise ValueError(f"impl chooses among chunked paths, and method: {self.method} is none: leave impl out")
+        return self
+
+    @property
+    def loss_impl(self) -> str:
+        """``impl`` of ``distillation_loss``."""
+        return self.method if self.method in ("dense", "forward_chunked") else self.impl
 
     def num_steps(self, num_rows: int) -> int:
         """Optimiser steps for ``num_rows`` prepared rows; the last step of an epoch is filled from the next pass."""

@@ -37,14 +37,15 @@ def rows_of_step(step: int, rows_per_step: int, num_rows: int, seed: int) -> lis
 class StepRows:
     """Rows of one optimiser step, on the CPU, in pinned memory when a GPU will ask for them.
 
-    ``signal`` has the shape [R, S, K]; ``labels_RS`` holds the next token, or −100 where there is no target.
+    ``signal`` has the shape [R, S, K], or is None where a live teacher will give it; ``labels_RS`` holds the next
+    token, or −100 where there is no target.
     """
 
     rows: list[int]
     input_ids_RS: Tensor
     document_ids_RS: Tensor
     labels_RS: Tensor
-    signal: TopKSignal
+    signal: TopKSignal | None
     num_target_tokens: int
 
     def micro_batches(self, num_rows: int, device: torch.device) -> Iterator["MicroBatch"]:
@@ -55,12 +56,12 @@ class StepRows:
     def _micro_batch(self, part: slice, device: torch.device) -> "MicroBatch":
         labels_N = self.labels_RS[part].flatten()
         positions_N = (labels_N != _IGNORED).nonzero().squeeze(1)  # on the CPU, so that no device waits for a count
-        signal = self.signal[part].to(device).flatten()
+        signal = None if self.signal is None else self.signal[part].to(device).flatten()
         labels_N = labels_N.to(device, non_blocking=True)
         everywhere = len(positions_N) == len(labels_N)
         if not everywhere:
             positions_N = positions_N.to(device, non_blocking=True)
-            labels_N, signal = labels_N[positions_N], signal[positions_N]
+            labels_N, signal = labels_N[positions_N], None if signal is None else signal[positions_N]
         return MicroBatch(
             self.input_ids_RS[part].to(device, non_blocking=True),
             self.document_ids_RS[part].to(device, non_blocking=True),
@@ -81,7 +82,7 @@ class MicroBatch:
     document_ids_BS: Tensor
     positions_N: Tensor | None
     labels_N: Tensor
-    signal: TopKSignal
+    signal: TopKSignal | None
 
     @property
     def num_rows(self) -> int:
@@ -94,19 +95,22 @@ class MicroBatch:
         return hidden_PD if self.positions_N is None else hidden_PD.index_select(0, self.positions_N)
 
 
-def read_step(rows: list[int], packed: PackedRows, cache: TeacherCache, pin: bool) -> StepRows:
+def read_step(rows: list[int], packed: PackedRows, cache: TeacherCache | None, pin: bool) -> StepRows:
     """Join rows of prepared data to their cached signal; numpy only, because torch would wake a second thread pool."""
     index = np.asarray(rows)
     ids_RS = packed.input_ids_RS.numpy()[index].astype(np.int64)
     mask_RS = packed.loss_mask_RS.numpy()[index]
     labels_RS = np.where(mask_RS, np.roll(ids_RS, -1, axis=1), _IGNORED)
-    documents_RS, signal = packed.document_ids_RS.numpy()[index], cache.read(rows)
+    documents_RS, signal = packed.document_ids_RS.numpy()[index], None
+    if cache is not None:
+        read = cache.read(rows)
+        signal = TopKSignal(_kept(read.ids_NK, pin), _kept(read.logprobs_NK, pin), _kept(read.tail_mass_N, pin))
     return StepRows(
         rows,
         _kept(torch.from_numpy(ids_RS), pin),
         _kept(torch.from_numpy(documents_RS), pin),
         _kept(torch.from_numpy(labels_RS), pin),
-        TopKSignal(_kept(signal.ids_NK, pin), _kept(signal.logprobs_NK, pin), _kept(signal.tail_mass_N, pin)),
+        signal,
         int(mask_RS.sum()),
     )
 

@@ -41,6 +41,7 @@ def model_card(name: str, result: DistillResult, config: DistillConfig, lineage:
     first, last = result.curve[0], result.curve[-1]
     loss = config.loss.model_dump(exclude_defaults=True)
     told = ", ".join(f"{key} = {value}" for key, value in loss.items()) or "all defaults"
+    seen = "as it ran beside the student" if config.method == "online" else "which were computed once and cached"
     table = "\n".join(f"| {key} | {value} |" for key, value in lineage.items())
     return f"""---
 library_name: transformers
@@ -49,8 +50,8 @@ tags: [knowledge-distillation]
 ---
 # {name}
 
-A language model distilled with Alambique: trained to give the next-token probabilities of its teacher, which were
-computed once and cached. Its licence and its limits are those of the models and texts below.
+A language model distilled with Alambique: trained to give the next-token probabilities of its teacher,
+{seen}. Its licence and its limits are those of the models and texts below.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -67,6 +68,7 @@ tokenizer = AutoTokenizer.from_pretrained(PATH)
 
 ## Training
 
+- Method: `{config.method}`.
 - Objective: {config.loss.divergence} with tail `{config.loss.tail}` ({told}).
 - Budget: {result.steps} steps of {config.rows_per_step} rows; {result.num_tokens:,} tokens, of which
   {result.num_target_tokens:,} are targets.

@@ -28,7 +28,7 @@ from alambique.train.step import Setup, add_gradients
 def distill(
     student: SplitModel,
     rows: PackedRows,
-    cache: TeacherCache,
+    teacher: TeacherCache | SplitModel,
     config: DistillConfig,
     *,
     vocab_size: int,
@@ -36,11 +36,12 @@ def distill(
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
 ) -> DistillResult:
-    """Train ``student`` in place on ``rows`` against the teacher's ``cache`` (its rows are the same, by number).
+    """Train ``student`` in place on ``rows`` against its teacher: a cache of the same rows, by number, or the model.
 
-    ``student`` has fp32 weights on ``device``. ``vocab_size`` ids are real; rows of the head beyond them are padding.
-    ``scratch`` holds this run's checkpoints and nothing else: a call that finds some continues from the last whole
-    one, bit for bit on a CPU. When ``stop()`` turns true the run saves and raises.
+    ``student`` has fp32 weights on ``device``, where a live teacher (method ``online``) is as well. ``vocab_size`` ids
+    are real; rows of a head beyond them are padding. ``scratch`` holds this run's checkpoints and nothing else: a call
+    that finds some continues from the last whole one, bit for bit on a CPU. When ``stop()`` turns true the run saves
+    and raises.
 
     Raises:
         Interrupted: ``stop()`` was true; the same call resumes.
@@ -54,7 +55,10 @@ def distill(
     require_free_space(scratch, checkpoint.bytes_needed(model, scratch), "keeping two checkpoints")
     run = Run.from_json(saved) if saved else Run(min(config.micro_batch_rows, config.rows_per_step))
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
-    setup = Setup(student, config, loss, vocab_size, device, stop)
+    live, cache = (teacher, None) if isinstance(teacher, SplitModel) else (None, teacher)
+    if (live is not None) != (config.method == "online"):
+        raise ValueError(f"method {config.method} needs {'a cache' if live else 'a live teacher'}")
+    setup = Setup(student, live, config, loss, vocab_size, device, stop)
     num_steps, first_step = config.num_steps(rows.num_rows), run.step
     tokens_per_step = config.rows_per_step * rows.seq_len
 
@@ -194,14 +198,17 @@ def _result(
     run: Run, config: DistillConfig, tokens_per_step: int, peak_memory_mib: float, first_step: int
 ) -> DistillResult:
     meters, num_tokens = run.meters, run.step * tokens_per_step
+    rows_per_s = run.step * config.rows_per_step / meters.seconds
     return DistillResult(
+        method=config.method,
         steps=run.step,
         num_tokens=num_tokens,
         num_target_tokens=meters.num_target_tokens,
         seconds=meters.seconds,
         tokens_per_s=num_tokens / meters.seconds,
         target_tokens_per_s=meters.num_target_tokens / meters.seconds,
-        tflop_per_s=run.step * config.rows_per_step * meters.flops_per_row / meters.seconds / 1e12,
+        tflop_per_s=rows_per_s * meters.flops_per_row / 1e12,
+        model_tflop_per_s=rows_per_s * meters.model_flops_per_row / 1e12,
         data_wait_share=meters.data_wait_seconds / meters.seconds,
         checkpoint_seconds=meters.checkpoint_seconds,
         peak_mib=peak_memory_mib,

@@ -32,7 +32,9 @@ class CurvePoint:
 class Meters:
     """What the completed steps have used, across interruptions; steps that were lost and repeated count once.
 
-    ``flops_per_row`` is counted, not estimated: forward, loss and backward as executed, recomputation included.
+    ``flops_per_row`` is counted, not estimated: forward, loss and backward as executed, with recomputation and a live
+    teacher. ``model_flops_per_row`` is what the student needs whatever the method: three times its forward pass (PaLM,
+    arXiv 2204.02311, appendix B), which is counted too.
     ``loss_impl`` is the path of the loss that ran, also when the configuration says auto.
     """
 
@@ -41,6 +43,7 @@ class Meters:
     checkpoint_seconds: float = 0.0
     num_target_tokens: int = 0
     flops_per_row: float = 0.0
+    model_flops_per_row: float = 0.0
     loss_impl: str = ""
 
 
@@ -69,10 +72,12 @@ class DistillResult:
     """What a run measured; the student itself was trained in place.
 
     ``num_tokens`` are all positions of the rows trained on, ``num_target_tokens`` those with a target. ``seconds``
-    is the time of the steps, without checkpoints; both rates and ``tflop_per_s`` divide by it, and
-    ``data_wait_share`` is the part of it that the loop waited for rows.
+    is the time of the steps, without checkpoints; the rates divide by it, and ``data_wait_share`` is the part of it
+    that the loop waited for rows. ``tflop_per_s`` counts what was executed, ``model_tflop_per_s`` what the student
+    needs whatever the method (see :class:`Meters`).
     """
 
+    method: str
     steps: int
     num_tokens: int
     num_target_tokens: int
@@ -80,6 +85,7 @@ class DistillResult:
     tokens_per_s: float
     target_tokens_per_s: float
     tflop_per_s: float
+    model_tflop_per_s: float
     data_wait_share: float
     checkpoint_seconds: float
     peak_mib: float

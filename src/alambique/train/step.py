@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from alambique.core.errors import UserError
+from alambique.core.signal import Signal, StatesSignal
 from alambique.losses.config import LossConfig
 from alambique.losses.distillation import distillation_loss
 from alambique.models.load import SplitModel
@@ -24,9 +25,13 @@ from alambique.train.state import Run
 
 @dataclass(frozen=True)
 class Setup:
-    """What every step of a run needs and none changes. ``loss`` knows the student's softcap and logit scale."""
+    """What every step of a run needs and none changes. ``loss`` knows the student's softcap and logit scale.
+
+    ``teacher`` is the live one of the method ``online``; None where the rows carry the signal.
+    """
 
     student: SplitModel
+    teacher: SplitModel | None
     config: DistillConfig
     loss: LossConfig
     vocab_size: int
@@ -80,37 +85,58 @@ def _accumulate(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
         for micro in batch.micro_batches(run.micro_batch_rows, setup.device):
             if setup.stop():
                 return None
-            with _counted_flops(run, micro.num_rows):
-                losses += _micro_step(setup, run, micro, max(1, batch.num_target_tokens))
+            with _flop_counter(run, micro.num_rows) as counter:
+                losses += _micro_step(setup, run, micro, max(1, batch.num_target_tokens), counter)
     return losses
 
 
-def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int) -> Tensor:
+def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int, counter: FlopCounter | None) -> Tensor:
     """Forward, loss and backward of one micro-batch; returns its share of the step's loss, kd and ce."""
     if len(micro.labels_N) == 0:
         return torch.zeros(3, device=setup.device)
-    student = setup.student
-    hidden_BSD = student.hidden(micro.input_ids_BS, micro.document_ids_BS)
-    hidden_ND = micro.select(hidden_BSD)
+    student, impl = setup.student, setup.config.loss_impl
+    signal = _signal(setup, micro)  # first, so that a live teacher's activations are gone before the student's come
+    before = counter.flops if counter else 0
+    hidden_ND = micro.select(student.hidden(micro.input_ids_BS, micro.document_ids_BS))
+    if counter:
+        head_flops = 2 * len(hidden_ND) * student.head_weight_VD.numel()
+        run.meters.model_flops_per_row = 3 * (counter.flops - before + head_flops) / micro.num_rows
     if setup.config.precision == "bf16":
         hidden_ND = hidden_ND.to(torch.bfloat16)  # what autocast would feed the head's product
     with torch.autocast(setup.device.type, enabled=False):
         output = distillation_loss(
             hidden_ND,
             student.head_weight_VD,
-            micro.signal,
+            signal,
             labels_N=micro.labels_N,
             head_bias_V=student.head_bias_V,
             vocab_size=setup.vocab_size,
             denominator=denominator,
             config=setup.loss,
-            impl=setup.config.impl,
-            weight_grad_VD=_head_gradient(student, setup.config.impl),
+            impl=impl,
+            weight_grad_VD=_head_gradient(student, impl),
         )
         torch.autograd.backward(output.loss)
     run.meters.loss_impl = output.impl
     assert output.ce is not None  # labels were given
     return torch.stack([output.loss.detach(), output.kd, output.ce])
+
+
+def _signal(setup: Setup, micro: MicroBatch) -> Signal:
+    """What the cache holds of these rows, or the live teacher's hidden states, whose logits too come in chunks."""
+    if micro.signal is not None:
+        return micro.signal
+    teacher = setup.teacher
+    assert teacher is not None
+    with torch.no_grad(), torch.autocast(setup.device.type, enabled=False):  # it computes as when it is captured
+        hidden_BSD = teacher.hidden(micro.input_ids_BS, micro.document_ids_BS)
+    return StatesSignal(
+        micro.select(hidden_BSD),
+        teacher.head_weight_VD,
+        teacher.head_bias_V,
+        teacher.logit_softcap,
+        teacher.logit_scale,
+    )
 
 
 def _head_gradient(student: SplitModel, impl: str) -> Tensor | None:
@@ -127,11 +153,11 @@ def _head_gradient(student: SplitModel, impl: str) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _counted_flops(run: Run, num_rows: int) -> Iterator[None]:
-    """Count what happens inside, once in a run."""
+def _flop_counter(run: Run, num_rows: int) -> Iterator[FlopCounter | None]:
+    """Count what happens inside, once in a run; None ever after."""
     if run.meters.flops_per_row:
-        yield
+        yield None
         return
     with FlopCounter() as counter:
-        yield
+        yield counter
     run.meters.flops_per_row = counter.flops / num_rows
