@@ -89,6 +89,18 @@ _HOUSE_TESTS = ("tests/benchmarks/test_run.py", "tests/benchmarks/test_counting.
 _LOSS_TESTS = ("tests/losses", "tests/kernels", "tests/benchmarks/test_loss_cases.py", *_HOUSE_TESTS)
 _LOSS_CODE = ("src/alambique/losses", "src/alambique/kernels", "src/alambique/core/signal.py", "benchmarks")
 _CACHE_CODE = ("src/alambique/cache", "src/alambique/core/signal.py", "benchmarks")
+_TRAIN_TESTS = ("tests/train", "tests/losses", *_HOUSE_TESTS)
+_TRAIN_CODE = (
+    *(f"src/alambique/{name}" for name in ("losses", "kernels", "models/load.py", "train", "core/signal.py")),
+    *(f"benchmarks/{name}.py" for name in ("methods", "pairs", "train")),
+)
+_LADDER_CODE = (
+    *(
+        f"src/alambique/{name}"
+        for name in ("cache", "data", "losses", "models", "train", "core/signal.py", "heldout.py")
+    ),
+    *(f"benchmarks/{name}.py" for name in ("ladder", "ladder_runs", "teacher_data")),
+)
 
 CASES: dict[str, Case] = {
     "loss_memory": Case(
@@ -110,4 +122,22 @@ CASES: dict[str, Case] = {
         _CACHE_CODE,
     ),
     "capture": Case("capture against the bare forward pass", "benchmarks.capture_cases", ("tests/cache",), _CACHE_CODE),
+    "methods": Case(
+        "the published comparison: a live teacher, and three ways to use a cached one",
+        "benchmarks.methods",
+        ("tests/benchmarks/test_methods.py", *_TRAIN_TESTS),
+        _TRAIN_CODE,
+    ),
+    "train": Case(
+        "a step of the trainer against a bare one",
+        "benchmarks.train",
+        ("tests/benchmarks/test_train.py", *_TRAIN_TESTS),
+        _TRAIN_CODE,
+    ),
+    "ladder": Case(
+        "what truncation, tails and K cost the student, against the full divergence",
+        "benchmarks.ladder",
+        ("tests/benchmarks/test_ladder.py", "tests/test_heldout.py", "tests/train", "tests/cache", "tests/losses"),
+        _LADDER_CODE,
+    ),
 }
