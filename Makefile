@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export DO_NOT_TRACK := true
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: help repro test ui bench clean
+.PHONY: help repro test ui bench prune clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -33,6 +33,15 @@ ui: $(VENV)/.ok  ## MLflow on this machine's port 5000
 
 bench: $(VENV)/.ok  ## one benchmark, e.g. CASE=loss_memory
 	python -m benchmarks.run $(CASE)
+
+# A shard with one name only is in no teacher's cache, neither in artifacts/ nor in DVC's (hard links).
+# DAYS is an assumption: whoever resumes a run does so within a month.
+WORK := $(or $(ALAMBIQUE_WORK),.work)
+DAYS ?= 30
+prune:  ## forget scratch work that nothing uses and that is older than DAYS (30)
+	@mkdir -p "$(WORK)/teacher" "$(WORK)/distill"
+	find "$(WORK)/teacher" -name '*.safetensors' -links 1 -mtime +$(DAYS) -print -delete
+	find "$(WORK)/distill" -mindepth 1 -maxdepth 1 -mtime +$(DAYS) -print -exec rm -rf {} +
 
 clean:  ## forget scratch work (checkpoints, captured shards); DVC's cache and results stay
 	rm -rf .work .pytest_cache .mypy_cache .ruff_cache
