@@ -45,7 +45,7 @@ class Sampling(Config):
         """
         key = int(sha256_json([row_hash, self.seed])[:32], 16)
         bits: NDArray[np.uint64] = np.random.Philox(key=key).random_raw(seq_len * self.draws)
-        return ((bits >> np.uint64(11)) * 2.0**-53).reshape(seq_len, self.draws)
+        return (bits >> np.uint64(11)).astype(np.float64).reshape(seq_len, self.draws) * 2.0**-53
 
     def log_weights(self) -> Tensor:
         """Float16 log of count / draws for every count from 0, [U + 1].
@@ -135,7 +135,8 @@ def draw(probabilities_CV: Tensor, uniforms_CU: Tensor) -> Tensor:
     vocab_size, draws = probabilities_CV.shape[1], uniforms_CU.shape[1]
     width = max(1, min(_GROUP, vocab_size // draws))  # so that the second step looks at no more than V numbers
     whole = vocab_size // width
-    sums_CG = probabilities_CV[:, : whole * width].unflatten(1, (whole, width)).sum(-1, dtype=torch.float64)
+    whole_CGW = probabilities_CV[:, : whole * width].reshape(-1, whole, width)
+    sums_CG = whole_CGW.sum(-1, dtype=torch.float64)
     rest_C1 = probabilities_CV[:, whole * width :].sum(-1, keepdim=True, dtype=torch.float64)
     cumulated_CG = torch.cat([torch.zeros_like(rest_C1), sums_CG, rest_C1], dim=1).cumsum(1)
     target_CU = uniforms_CU * cumulated_CG[:, -1:]
