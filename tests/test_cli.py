@@ -49,6 +49,7 @@ def test_info(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "top 8 of 300",
         "exact (lossless)",
         "in 4 shards",
+        "scored twice       1 rows alone: mean KL 0.0e+00 nats, 100.00% same top-1",
         "file:fake",
     ):
         assert text in out

@@ -90,6 +90,9 @@ def _info(options: argparse.Namespace) -> None:
     tail = manifest["tail_mass"]
     quantiles = "  ".join(f"{float(q):.0%} {value:.4f}" for q, value in tail["quantiles"].items())
     print(f"{'mass not kept':<18} mean {tail['mean']:.4f}; quantiles {quantiles}")
+    if (again := manifest["rescored"]) is not None:
+        rows, agreed = f"{again['rows']:,} rows alone", f"{again['same_top1']:.2%} same top-1"
+        print(f"{'scored twice':<18} {rows}: mean KL {again['mean_kl_nats']:.1e} nats, {agreed}")
     tail_S = cache.tail_mass_by_position()
     for part in np.array_split(np.arange(cache.seq_len), min(_BINS, cache.seq_len)):
         values = tail_S[part][~np.isnan(tail_S[part])]

@@ -17,8 +17,9 @@ from pydantic import Field
 from alambique.cache.codec import Arrays
 from alambique.core.params import Config
 
-# assumption: a row alone costs up to ten times its share of a full batch, so this stays below 1 % of a capture.
-_ONE_ROW_IN = 1024
+# assumption: a row alone costs up to forty times its share of a full batch (a small model on a large GPU), so that
+# this stays below 1 % of a capture.
+_ONE_ROW_IN = 4096
 _LEAST_REST = 2.0**-20  # assumption: a tail mass is one minus a sum of fp32 numbers, right to about 1e-6
 
 
@@ -44,7 +45,7 @@ class Drift(Config):
 
 
 def scored_twice(row_hashes: Sequence[str], has_target_R: Iterable[bool]) -> set[str]:
-    """The hashes of rows to score a second time: the first row's, and about one in a thousand, chosen by content.
+    """The hashes of rows to score a second time: the first row's, and about one in 4,096, chosen by content.
 
     Rows without a target don't count.
 
