@@ -39,6 +39,7 @@ def test_signature_of_the_loss() -> None:
         "impl",
         "weight_grad_VD",
         "vocab_group",
+        "drop_rows",
     ]
     assert list(LossOutput.__dataclass_fields__) == [
         "loss",

@@ -1,13 +1,16 @@
 """Random problems for the loss, and its gradients as a list; imported by the tests beside it."""
 
+import itertools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from alambique import DenseSignal, LossConfig, LossOutput, TopKSignal, distillation_loss
 from alambique.core.signal import Signal, StatesSignal
+from alambique.losses import divergence
+from alambique.losses.config import Tail
 
 F64 = torch.float64
 
@@ -60,6 +63,15 @@ def make_case(
         vocab=v,
         teacher=StatesSignal(states, head),
     )
+
+
+def objectives() -> list[tuple[str, Tail]]:
+    """Every divergence with every tail that it can have."""
+    return [
+        (name, tail)
+        for name, tail in itertools.product(divergence.names(), get_args(Tail))
+        if tail == "bucket" or not divergence.load(name).ZERO_TEACHER_IS_INFINITE
+    ]
 
 
 def dense(case: Case) -> Case:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from alambique import LossConfig, TopKSignal, distillation_loss
+from alambique.losses import divergence
 from alambique.losses.config import Tail
-from tests.losses.problems import dense, grads, make_case
+from tests.losses.problems import Case, dense, grads, make_case, objectives
 
 
 def closed_form(z_V: Tensor, p_K: Tensor, ids_K: Tensor, label: int, name: str, tail: Tail) -> tuple[Tensor, Tensor]:
@@ -100,37 +101,67 @@ def test_at_a_temperature_the_teachers_tail_has_the_shape_of_the_students() -> N
     assert out.kd.item() == pytest.approx(total, rel=1e-10)
 
 
-@pytest.mark.parametrize(("name", "tail"), [("forward_kl", "bucket"), ("reverse_kl", "bucket"), ("jsd", "truncate")])
-def test_finite_differences(name: str, tail: Tail) -> None:
-    case = make_case(n=3, d=2, v=7, k=3, pad=1, spread=1.0)
-    for ce, cap, temperature in itertools.product((0.0, 0.4), (None, 2.0), (1.0, 2.0)):
-        config = LossConfig(
-            divergence=name,
-            tail=tail,
-            ce_weight=ce,
-            z_loss=ce / 10,
-            logit_softcap=cap,
-            logit_scale=0.7,
-            temperature=temperature,
-        )
-        for signal in (case.signal, dense(case).signal):
-            if temperature != 1 and isinstance(signal, TopKSignal):
-                continue  # its target follows the student's tail, as a constant
+def assert_gradient(case: Case, config: LossConfig, bias: bool, impl: str) -> None:
+    """The gradient of ``impl`` against finite differences in float64."""
 
-            def loss(hidden: Tensor, weight: Tensor, bias: Tensor, signal=signal, config=config) -> Tensor:
-                return distillation_loss(
-                    hidden,
-                    weight,
-                    signal,
-                    labels_N=case.labels,
-                    head_bias_V=bias,
-                    vocab_size=7,
-                    config=config,
-                    impl="dense",
-                ).loss
+    def loss(hidden: Tensor, weight: Tensor, *bias_: Tensor) -> Tensor:
+        return distillation_loss(
+            hidden,
+            weight,
+            case.signal,
+            labels_N=case.labels,
+            weights_N=case.weights,
+            head_bias_V=bias_[0] if bias_ else None,
+            vocab_size=case.vocab,
+            config=config,
+            impl=impl,
+        ).loss
 
-            leaves = [x.clone().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
-            assert torch.autograd.gradcheck(loss, leaves, atol=1e-7, rtol=1e-6)
+    leaves = [x.clone().requires_grad_() for x in (case.hidden, case.weight, case.bias)[: 2 + bias]]
+    assert torch.autograd.gradcheck(loss, leaves, atol=1e-7, rtol=1e-6, fast_mode=True)
+
+
+# Temperature, weight of the cross-entropy, soft-cap, bias, a masked row.
+OPTIONS = list(itertools.product((1.0, 2.0), (0.0, 0.4), (None, 2.0), (False, True), (False, True)))
+
+
+def option(name: str, tail: Tail, temperature: float, ce: float, cap: float | None) -> LossConfig:
+    """Every setting that has a gradient."""
+    return LossConfig(
+        divergence=name,
+        beta=0.3,
+        tail=tail,
+        temperature=temperature,
+        kd_weight=0.7,
+        ce_weight=ce,
+        z_loss=ce / 10,
+        logit_softcap=cap,
+        logit_scale=0.7,
+        chunk_budget_mib=1e-4,
+    )
+
+
+@pytest.mark.parametrize("impl", ["dense", "recompute"])
+@pytest.mark.parametrize(("name", "tail"), objectives())
+def test_finite_differences_of_every_objective_and_option(name: str, tail: Tail, impl: str) -> None:
+    for temperature, ce, cap, bias, masked in OPTIONS:
+        if tail == "sampled" and temperature != 1:
+            continue
+        # At a temperature the target takes the shape of the student's tail, as a constant; of one column it is one.
+        case = make_case(n=3, d=2, v=7, k=3 if temperature == 1 else 6, pad=1, spread=1.0, hole=temperature == 1)
+        if masked:
+            case.labels[1] = -100
+        assert_gradient(case, option(name, tail, temperature, ce, cap), bias, impl)
+
+
+@pytest.mark.parametrize("impl", ["dense", "recompute"])
+@pytest.mark.parametrize("name", divergence.names())
+def test_finite_differences_with_a_dense_signal(name: str, impl: str) -> None:
+    for temperature, ce, cap, bias, masked in OPTIONS:
+        case = make_case(n=3, d=2, v=7, k=3, pad=1, spread=1.0)
+        if masked:
+            case.labels[1] = -100
+        assert_gradient(dense(case), option(name, "bucket", temperature, ce, cap), bias, impl)
 
 
 def test_diagnostics() -> None:

@@ -7,7 +7,9 @@ import torch
 
 from alambique import LossConfig, TopKSignal, distillation_loss
 from alambique.core.errors import UserError
-from alambique.losses.distillation import _announce
+from alambique.losses import parallel
+from alambique.losses.distillation import PATHS, _announce
+from alambique.losses.parallel import Shard
 from tests.losses.problems import dense, make_case
 
 
@@ -29,9 +31,6 @@ def test_refusals_name_the_option_and_the_remedy() -> None:
     assert refused(impl="dense", weight_grad_VD=torch.zeros(26, 5)) == (
         "loss: impl dense can't fill weight_grad_VD: choose impl fused, or leave the buffer out."
     )
-    assert refused(impl="recompute", config=LossConfig(gradient_filter=0.01)) == (
-        "loss: impl recompute can't filter gradients: choose impl fused, or set gradient_filter: 0."
-    )
     assert refused(config=LossConfig(ce_weight=1)) == (
         "loss: ce_weight > 0 needs labels: pass labels_N, or set ce_weight: 0."
     )
@@ -41,6 +40,24 @@ def test_refusals_name_the_option_and_the_remedy() -> None:
     assert refused(config=LossConfig(divergence="reverse_kl", tail="truncate")) == (
         "loss: divergence: reverse_kl is infinite with tail: truncate, which leaves the teacher no mass outside the "
         "kept entries: choose tail: bucket."
+    )
+
+
+@pytest.mark.parametrize("impl", sorted(set(PATHS) - {"fused"}))
+def test_the_gradient_filter_is_refused_where_it_is_not(impl: str) -> None:
+    assert refused(impl=impl, config=LossConfig(gradient_filter=0.01)) == (
+        f"loss: impl {impl} can't filter gradients: choose impl fused, or set gradient_filter: 0."
+    )
+
+
+@pytest.mark.parametrize("impl", sorted(set(PATHS) - {"fused", "recompute"}))
+def test_a_spread_head_is_refused_where_it_can_not_be_used(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "shard_of", lambda group, rows: Shard(group, 0, 1))
+    assert refused(impl=impl, vocab_group="a group") == (
+        f"loss: impl {impl} can't use a head that vocab_group spreads: choose impl fused."
+    )
+    assert refused(dense_signal=True, vocab_group="a group") == (
+        "loss: vocab_group can't be used with a dense signal: pass a top-K signal or a whole head."
     )
 
 
@@ -68,13 +85,23 @@ def test_auto_says_what_it_chose_and_why_once(caplog: pytest.LogCaptureFixture) 
     _announce.cache_clear()
     case = make_case()
     with caplog.at_level(logging.INFO, logger="alambique"):
-        for config in (LossConfig(), LossConfig(), LossConfig(chunk_budget_mib=0.001)):
+        for config in (
+            LossConfig(),
+            LossConfig(),
+            LossConfig(chunk_budget_mib=0.001),
+            LossConfig(gradient_filter=0.01),
+        ):
             distillation_loss(case.hidden, case.weight, case.signal, config=config)
+        distillation_loss(case.hidden.half(), case.weight.half(), case.signal)
     assert caplog.messages == [
         "loss: auto chose fused for D 5, V 26, torch.float64, cpu: three matrix products, the gradient is formed in "
         "the forward pass; chunks of 7743232 tokens",
         "loss: auto chose tiled for D 5, V 26, torch.float64, cpu: chunk_budget_mib 0.001 holds only 10 tokens of "
         "logits; chunks of 10 tokens",
+        "loss: auto chose fused for D 5, V 26, torch.float64, cpu: it alone has the gradient filter; chunks of 512 "
+        "tokens",
+        "loss: auto chose recompute for D 5, V 26, torch.float16, cpu: float16 gradients need the loss's scale before "
+        "they are rounded; chunks of 7743232 tokens",
     ]
 
 
@@ -91,6 +118,21 @@ def test_gradients_come_in_their_inputs_dtypes(hidden: str, head: str, impl: str
     assert out.loss.dtype == torch.float32
     assert h.grad.dtype == h.dtype
     assert w.grad.dtype == w.dtype
+
+
+def test_float16_gradients_survive_when_the_loss_is_scaled() -> None:
+    """A GradScaler's factor must be in before anything is rounded to 16 bits, or small gradients are lost as zeros."""
+    case = make_case(n=64, v=200, k=20, spread=1.0)
+    expected = None
+    for dtype, scale in ((torch.float64, 1.0), (torch.float16, 2.0**16)):
+        hidden = (case.hidden / 8).half().to(dtype).requires_grad_()
+        weight = (case.weight / 8).half().to(dtype)
+        out = distillation_loss(hidden, weight, case.signal, vocab_size=case.vocab, denominator=2.0**17)
+        (out.loss * scale).backward()
+        assert hidden.grad is not None
+        found = hidden.grad.double() / scale
+        expected = found if expected is None else expected
+    assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("impl", ["dense", "fused", "recompute", "tiled", "forward_chunked"])

@@ -3,6 +3,7 @@
 On a GPU (TRITON_INTERPRET=0) the same tests run compiled, in float64 as well.
 """
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,8 @@ from alambique.kernels import topk_rows
 from alambique.losses import divergence, kernelled
 from alambique.losses.distillation import choose
 from alambique.losses.task import Task, build
-from tests.losses.problems import Case, assert_same, dense, grads, make_case, top_k
-from tests.losses.test_objective import SMALL, objectives
+from tests.losses.problems import Case, assert_same, dense, grads, make_case, objectives, top_k
+from tests.losses.test_objective import SMALL
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.gpu
@@ -137,6 +138,23 @@ def test_a_frozen_head_and_no_gradient_at_all() -> None:
     torch.testing.assert_close(quiet.loss, out.loss.detach(), rtol=1e-12, atol=0)
 
 
+def test_chunks_make_no_difference() -> None:
+    case = on_device(make_case(n=9, v=50, k=9))
+    config = LossConfig(ce_weight=0.2, temperature=2.0, logit_softcap=4.0)
+    whole = grads(case, config, "triton")
+    for budget in (1e-4, 1e-3):
+        assert_same(grads(case, config.model_copy(update={"chunk_budget_mib": budget}), "triton"), whole, 1e-12)
+
+
+def test_a_buffer_takes_the_gradient_of_the_head() -> None:
+    case = on_device(make_case())
+    _, expected = grads(case, LossConfig(), "dense", scale=1.0)
+    buffer = torch.ones_like(case.weight)
+    _, gradients = grads(case, LossConfig(chunk_budget_mib=SMALL), "triton", scale=1.0, weight_grad_VD=buffer)
+    torch.testing.assert_close(buffer - 1, expected[1], rtol=1e-11, atol=1e-12)
+    assert gradients[1].abs().max() == 0
+
+
 def task_of(case: Case, config: LossConfig = LossConfig()) -> Task:  # noqa: B008
     _, task = build(case.hidden, case.weight, case.signal, None, None, case.vocab, None, config, None)
     return task
@@ -166,12 +184,16 @@ def test_the_kernel_knows_all_divergences() -> None:
     assert set(topk_rows.DIVERGENCES) == set(divergence.names())
 
 
-def test_auto_takes_it_on_a_gpu_alone() -> None:
+def test_auto_takes_it_on_a_gpu_for_what_it_can_do(caplog: pytest.LogCaptureFixture) -> None:
     class OnGpu(torch.Tensor):
         is_cuda = True
         device = torch.device("cuda")
 
     case = make_case()
-    task = task_of(case)
+    task, hidden = task_of(case), case.hidden.as_subclass(OnGpu)
     assert choose(case.hidden, case.weight, task) == "fused"
-    assert choose(case.hidden.as_subclass(OnGpu), case.weight, task) == "triton"
+    assert choose(hidden, case.weight, task) == "triton"
+    assert choose(hidden, case.weight, task_of(case, LossConfig(gradient_filter=0.01))) == "fused"
+    with caplog.at_level(logging.INFO, logger="alambique"):
+        assert choose(hidden, case.weight, task_of(dense(case))) == "fused"
+    assert "not triton: it reads top-K signals, and this one is dense; chunks" in caplog.text

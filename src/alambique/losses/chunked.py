@@ -81,11 +81,11 @@ def sweep(
         if gradients is not None:
             head.pull_back(z_CV, tanh_CV)
             gradients.add(head, hidden_ND[rows], z_CV, start)
-    if task.shard is not None and gradients is not None and gradients.hidden_ND is not None:
-        task.shard.sum_(gradients.hidden_ND)
-    if gradients is not None and gradients.energies is not None:
-        totals = torch.cat([totals, gradients.energies.to(totals.dtype)])
-    return totals
+    if gradients is None:
+        return totals
+    if task.shard is not None:
+        task.shard.sum_(gradients.hidden_ND, gradients.energies)
+    return totals if gradients.energies is None else torch.cat([totals, gradients.energies.to(totals.dtype)])
 
 
 def evaluate(z_CV: Tensor, soft_CV: Tensor | None, task: Task, rows: slice, with_gradient: bool) -> Rows:

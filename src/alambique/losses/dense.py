@@ -35,7 +35,7 @@ def run(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task)
     ce_N = -plain_NV.gather(1, labels_N[:, None]).squeeze(1) if labels_N is not None else torch.zeros_like(kd_N)
     square_N = z_NV.logsumexp(1).square() if config.z_loss else torch.zeros_like(kd_N)
     totals = Rows(kd_N, ce_N, square_N, mass_N, entropy_N).totals(task.scale_N)
-    return task.coefficients() @ totals, totals.detach()
+    return task.loss(totals), totals.detach()
 
 
 def logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> Tensor:

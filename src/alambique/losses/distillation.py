@@ -74,6 +74,7 @@ def distillation_loss(
     impl: str = "auto",
     weight_grad_VD: Tensor | None = None,
     vocab_group: Any = None,
+    drop_rows: bool = True,
 ) -> LossOutput:
     """Distillation loss of a student whose logits are hidden_ND @ head_weight_VD.T, never all built at once.
 
@@ -81,10 +82,10 @@ def distillation_loss(
         hidden_ND: [N, D] after the final norm. Its dtype is that of the matrix products' operands.
         head_weight_VD: [V, D], of any float dtype: a float32 parameter beside bfloat16 hidden states is cast once and
             gets a float32 gradient, a sum that was never rounded, which is better than passing its bfloat16 cast. A
-            DTensor, as FSDP2 makes it, is gathered once and its gradient averaged and scattered once.
+            DTensor, as FSDP2 makes it, is gathered once a call and its gradient averaged and scattered once.
         signal: the teacher, for N tokens, already shifted: row i is about the token that follows position i.
-        labels_N: [N] ids of the next tokens; rows at -100 are dropped.
-        weights_N: [N] weights of rows, 1 by default; rows at 0 are dropped.
+        labels_N: [N] ids of the next tokens; rows at -100 count nothing.
+        weights_N: [N] weights of rows, 1 by default.
         head_bias_V: [V].
         vocab_size: rows of the head from here on are padding: their logits count as -inf.
         denominator: what the weighted sum is divided by, for accumulation over micro-batches or ranks; Σ weights by
@@ -93,11 +94,14 @@ def distillation_loss(
         impl: ``dense`` (the definition), ``forward_chunked``, ``recompute``, ``fused``, ``triton``, ``tiled``, or
             ``auto``, which logs its choice.
         weight_grad_VD: a buffer shaped like the head, such as its ``grad``, to which the head's gradient is added;
-            autograd then gets none for the head. ``fused`` adds it during this call, as for a loss that is not scaled
-            afterwards; the others in the backward pass; ``dense`` refuses.
+            autograd then gets none for the head. ``fused`` and ``triton`` add it during this call, and refuse the
+            backward pass of a loss that was scaled afterwards; the others add it in that pass; ``dense`` refuses.
         vocab_group: a ``torch.distributed`` group whose processes each pass an equal block of the head's rows, in the
             order of their ranks, and the same tokens; ``head_bias_V`` and ``weight_grad_VD`` are of the block too. The
             loss and dH come out whole on each. Paths ``fused`` and ``recompute``.
+        drop_rows: leave rows of label -100 or weight 0 out of every product. A GPU must be asked how many they are, so
+            that each call waits for it once; False spares that where they are few or gone already. They then take
+            part at weight 0, and must be finite.
 
     Raises:
         UserError: an unknown ``impl``, or an option that it or these inputs can't serve.
@@ -118,6 +122,7 @@ def distillation_loss(
             config,
             weight_grad_VD,
             vocab_group,
+            drop_rows,
         )
         path = choose(kept_ND, head_weight_VD, task) if impl == "auto" else impl
         if task.shard is not None and path not in SHARDED:
@@ -139,13 +144,21 @@ def choose(hidden_ND: Tensor, head_weight_VD: Tensor, task: Task) -> str:
     """What ``auto`` picks for these inputs, logged once for each kind of input."""
     sparse = isinstance(task.signal, TopKSignal)
     tokens = chunked.chunk_tokens(task.config, head_weight_VD.shape[0], sparse)
-    path, why = "fused", "three matrix products, the gradient is formed in the forward pass"
-    if task.shard is not None or task.config.gradient_filter > 0:
-        return path
-    if hidden_ND.is_cuda and kernelled.cannot(task, hidden_ND.device) is None:
-        path, why = "triton", "as fused, with one kernel per chunk between the matrix products"
-    if sparse and tokens < _FEWEST_TOKENS:
+    no_kernel = kernelled.cannot(task, hidden_ND.device) if hidden_ND.is_cuda else ""
+    if task.shard is not None:
+        path, why = "fused", "vocab_group spreads the head"
+    elif task.config.gradient_filter > 0:
+        path, why = "fused", "it alone has the gradient filter"
+    elif sparse and tokens < _FEWEST_TOKENS:
         path, why = "tiled", f"chunk_budget_mib {task.config.chunk_budget_mib:g} holds only {tokens} tokens of logits"
+    elif hidden_ND.dtype == torch.float16:
+        path, why = "recompute", "float16 gradients need the loss's scale before they are rounded"
+    elif no_kernel is None:
+        path, why = "triton", "as fused, with one kernel per chunk between the matrix products"
+        tokens = kernelled.chunk_tokens(task.config, head_weight_VD.shape[0])
+    else:
+        path, why = "fused", "three matrix products, the gradient is formed in the forward pass"
+        why += f"; not triton: {no_kernel}" if no_kernel else ""
     shape = f"D {hidden_ND.shape[1]}, V {head_weight_VD.shape[0]}, {hidden_ND.dtype}, {hidden_ND.device.type}"
     _announce(f"loss: auto chose {path} for {shape}: {why}; chunks of {tokens} tokens")
     return path

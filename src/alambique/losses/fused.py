@@ -1,4 +1,4 @@
-"""The two chunked paths that never hold more than one chunk of logits.
+"""The two chunked paths that never hold more than one chunk of logits, and how all paths enter autograd.
 
 ``fused`` forms the gradient in the forward pass: three matrix products, and only dH and dW wait for the backward pass.
 ``recompute``, the published fused path, keeps nothing and projects again in the backward pass: four matrix products.
@@ -8,7 +8,7 @@ Dimension letters: N tokens, V rows of the head, D hidden size.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,23 @@ from alambique.losses.chunked import num_chunks, sweep
 from alambique.losses.project import Gradients
 from alambique.losses.task import Task
 
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+class Inputs(NamedTuple):
+    """What gradients can be had of."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+
+
+_SCALED = (
+    "weight_grad_VD was filled for a loss that is not scaled, and this one was: "
+    "pass denominator= instead, or use impl recompute"
+)
+Wanted = tuple[bool, ...]  # which of the inputs want a gradient
 Sweep = Callable[[Tensor, Tensor, Tensor | None, Task, Gradients | None], Tensor]
+Value = Callable[[Inputs, Task], tuple[Tensor, Any]]  # the weighted sums of ``Rows``, and whatever ``Pull`` wants of it
+Pull = Callable[[Inputs, Task, Wanted, Any], Gradients]  # the task's scale includes the gradient of the loss
 
 
 def run_fused(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> tuple[Tensor, Tensor]:
@@ -37,7 +52,24 @@ def gradient_in_forward(
 
 def run_recompute(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> tuple[Tensor, Tensor]:
     """Return the differentiable loss and the weighted sums of ``Rows``."""
-    return _Recompute.apply(hidden_ND, weight_VD, bias_V, task)  # type: ignore[no-untyped-call,no-any-return]
+    return gradient_in_backward(hidden_ND, weight_VD, bias_V, task, _value, _pull)
+
+
+def gradient_in_backward(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task, value: Value, pull: Pull
+) -> tuple[Tensor, Tensor]:
+    """As ``run_recompute``, by other functions in the place of its own."""
+    return _GradientInBackward.apply(hidden_ND, weight_VD, bias_V, task, value, pull)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _value(inputs: Inputs, task: Task) -> tuple[Tensor, None]:
+    return sweep(*inputs, task, None), None
+
+
+def _pull(inputs: Inputs, task: Task, wanted: Wanted, _: None) -> Gradients:
+    gradients = new_gradients(inputs, wanted, task, num_chunks(inputs.hidden_ND, inputs.weight_VD, task))
+    sweep(*inputs, task, gradients)
+    return gradients
 
 
 class _GradientInForward(torch.autograd.Function):
@@ -51,16 +83,14 @@ class _GradientInForward(torch.autograd.Function):
         sweeper: Sweep,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
-        wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        gradients = None
-        if any(wanted):
-            products = num_chunks(hidden_ND, weight_VD, task)
-            gradients = new_gradients(hidden_ND, weight_VD, bias_V, wanted, task, products)
-        totals = sweeper(hidden_ND, weight_VD, bias_V, task, gradients)
+        inputs, wanted, gradients = Inputs(hidden_ND, weight_VD, bias_V), ctx.needs_input_grad[:3], None
+        if grad_enabled and any(wanted):
+            gradients = new_gradients(inputs, wanted, task, num_chunks(hidden_ND, weight_VD, task))
+        totals = sweeper(*inputs, task, gradients)
         if gradients is not None:
-            ctx.gradients = finished(gradients, weight_VD, bias_V, task)
+            ctx.gradients, ctx.filled = finished(gradients, inputs, task), wanted[1] and task.weight_grad_VD is not None
         ctx.mark_non_differentiable(totals)
-        return task.coefficients() @ totals[:5], totals
+        return task.loss(totals), totals
 
     @staticmethod
     @once_differentiable
@@ -69,42 +99,36 @@ class _GradientInForward(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("impl fused holds its gradient for one backward pass: use impl recompute to repeat it")
         ctx.gradients = None
+        if ctx.filled:
+            torch._assert_async(grad_loss == 1, _SCALED)
         if grad_loss.device.type != "cpu" or grad_loss != 1:  # comparing on a GPU would wait for it
             gradients = [None if grad is None else grad.mul_(grad_loss) for grad in gradients]
         return (*gradients, None, None, None)
 
 
-class _Recompute(torch.autograd.Function):
+class _GradientInBackward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task, value: Value, pull: Pull
     ) -> tuple[Tensor, Tensor]:
+        totals, found = value(Inputs(hidden_ND, weight_VD, bias_V), task)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V)
-        ctx.task = task
-        totals = sweep(hidden_ND, weight_VD, bias_V, task, None)
+        ctx.task, ctx.pull, ctx.found = task, pull, found
         ctx.mark_non_differentiable(totals)
-        return task.coefficients() @ totals, totals
+        return task.loss(totals), totals
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V = ctx.saved_tensors
+        inputs = Inputs(*ctx.saved_tensors)
         task = replace(ctx.task, scale_N=ctx.task.scale_N * grad_loss)  # before anything is rounded
-        products = num_chunks(hidden_ND, weight_VD, task)
-        gradients = new_gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad, task, products)
-        sweep(hidden_ND, weight_VD, bias_V, task, gradients)
-        return (*finished(gradients, weight_VD, bias_V, task), None)
+        gradients = ctx.pull(inputs, task, ctx.needs_input_grad[:3], ctx.found)
+        return (*finished(gradients, inputs, task), None, None, None)
 
 
-def new_gradients(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    wanted: list[bool] | tuple[bool, ...],
-    task: Task,
-    products: int,
-) -> Gradients:
-    """Buffers for the gradients wanted of (hidden, weight, bias), the head's being a sum of ``products`` products."""
+def new_gradients(inputs: Inputs, wanted: Wanted, task: Task, products: int) -> Gradients:
+    """Buffers for the gradients wanted, the head's being a sum of ``products`` products."""
+    hidden_ND, weight_VD, bias_V = inputs
     weight_grad_VD, fresh = None, task.weight_grad_VD is None
     if wanted[1]:
         weight_grad_VD = task.weight_grad_VD
@@ -122,8 +146,9 @@ def new_gradients(
     )
 
 
-def finished(gradients: Gradients, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> Grads:
+def finished(gradients: Gradients, inputs: Inputs, task: Task) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients in their inputs' dtypes; what went into the caller's buffer is not handed out again."""
-    weight = gradients.weight_VD.to(weight_VD.dtype) if gradients.weight_VD is not None else None
-    bias = gradients.bias_V.to(bias_V.dtype) if gradients.bias_V is not None and bias_V is not None else None
-    return gradients.hidden_ND, None if task.weight_grad_VD is not None else weight, bias
+    weight, bias = gradients.weight_VD if task.weight_grad_VD is None else None, gradients.bias_V
+    weight = weight.to(inputs.weight_VD.dtype) if weight is not None else None
+    bias = bias.to(inputs.bias_V.dtype) if bias is not None and inputs.bias_V is not None else None
+    return gradients.hidden_ND, weight, bias

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from alambique.core.errors import UserError
 from alambique.core.signal import TopKSignal
-from alambique.losses import divergence
-from alambique.losses.chunked import chunk_tokens
+from alambique.losses import chunked, divergence
 from alambique.losses.config import LossConfig
 from alambique.losses.fused import gradient_in_forward
 from alambique.losses.objective import Rows
@@ -48,13 +47,17 @@ def cannot(task: Task, device: torch.device) -> str | None:
     return None
 
 
+def chunk_tokens(config: LossConfig, columns: int) -> int:
+    """As ``chunked.chunk_tokens``, for a path that needs one buffer whatever the options."""
+    return chunked.chunk_tokens(LossConfig(chunk_budget_mib=config.chunk_budget_mib), columns)
+
+
 def _sweep(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task, gradients: Gradients | None
 ) -> Tensor:
     """As ``chunked.sweep``."""
     head = Head(weight_VD, None, operand_dtype=hidden_ND.dtype, vocab_size=task.vocab_size, softcap=None, scale=1.0)
-    one_buffer = LossConfig(chunk_budget_mib=task.config.chunk_budget_mib)
-    size = min(chunk_tokens(one_buffer, head.columns), max(1, hidden_ND.shape[0]))
+    size = min(chunk_tokens(task.config, head.columns), max(1, hidden_ND.shape[0]))
     z_CV = task.scale_N.new_empty(size, head.columns)
     bias_V = bias_V[: head.columns].to(z_CV.dtype) if bias_V is not None else None
     totals = task.scale_N.new_zeros(5)

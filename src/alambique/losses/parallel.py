@@ -49,9 +49,11 @@ class Shard:
         label_z_C = largest[:, -1] if label_z_C is not None else None
         return largest[:, :slots], label_z_C, joined[0], joined[1] if soft_tail is not None else None
 
-    def sum_(self, tensor: Tensor) -> None:
-        """Add up a tensor over the processes, in place."""
-        dist.all_reduce(tensor, dist.ReduceOp.SUM, self.group)
+    def sum_(self, *tensors: Tensor | None) -> None:
+        """Add up tensors over the processes, in place."""
+        for tensor in tensors:
+            if tensor is not None:
+                dist.all_reduce(tensor, dist.ReduceOp.SUM, self.group)
 
 
 def shard_of(group: Any, rows: int) -> Shard:
@@ -60,7 +62,12 @@ def shard_of(group: Any, rows: int) -> Shard:
 
 
 def gathered(head_VD: Tensor) -> Tensor:
-    """A head that FSDP2 has sharded, whole: gathered once, its gradient averaged over processes and scattered once.
+    """A head that FSDP2 has sharded, whole: gathered, and its gradient averaged over processes and scattered.
+
+    Each once for each call, so once for each micro-batch: a loss can't know that the next one wants the same head. For
+    once in an optimizer step leave both to FSDP2. The head belongs to its root, which stays whole after the forward
+    pass, and the loss is called there and then: the head is no DTensor. ``model.set_reshard_after_backward(False)``
+    keeps it whole for the next micro-batch, and ``model.set_requires_gradient_sync`` is true for the last one alone.
 
     The average is what FSDP2 does to all other gradients: with a ``denominator`` that counts the tokens of all
     processes, scale the loss by their number. Anything but a DTensor is returned as it is.

@@ -50,11 +50,10 @@ class Task:
         start = self.shard.start if self.shard is not None else 0
         return min(max(self.vocab_size - start, 0), weight_VD.shape[0])
 
-    def coefficients(self) -> Tensor:
-        """Weights of the sums (kd, ce, lse²) in the loss, in ``Rows`` order; diagnostics weigh nothing."""
-        config = self.config
-        values = [config.kd_weight * config.temperature**2, config.ce_weight, config.z_loss, 0.0, 0.0]
-        return torch.tensor(values, dtype=self.compute_dtype, device=self.scale_N.device)
+    def loss(self, totals: Tensor) -> Tensor:
+        """The loss, from the weighted sums of ``Rows``; the diagnostics among them weigh nothing."""
+        config, (kd, ce, square) = self.config, totals[:3].unbind()
+        return config.kd_weight * config.temperature**2 * kd + config.ce_weight * ce + config.z_loss * square
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -73,8 +72,12 @@ def build(
     config: LossConfig,
     weight_grad_VD: Tensor | None,
     vocab_group: Any = None,
+    drop_rows: bool = True,
 ) -> tuple[Tensor, Task]:
     """Check shapes and options, drop rows without weight, and return the hidden states left with their task.
+
+    Nothing but the number of rows dropped is waited for on a GPU: numbers go there as arguments of kernels, since a
+    tensor that is made of them is a copy, for which the host waits.
 
     Raises:
         UserError: an option that can't be had with these inputs.
@@ -93,18 +96,33 @@ def build(
         weight_N = weights_N.detach().to(weight_N)
     if labels_N is not None:
         weight_N = weight_N.masked_fill(labels_N == IGNORED_LABEL, 0.0)
-    total = weight_N.sum() if denominator is None else torch.as_tensor(denominator, dtype=dtype).to(weight_N.device)
-    scale_N = weight_N / torch.where(total == 0, 1.0, total)  # nothing to learn from: 0, not NaN
-    kept = None
-    if labels_N is not None or weights_N is not None:  # one synchronisation; the GEMMs saved are worth far more
-        kept = weight_N.nonzero().squeeze(-1)
-        if kept.numel() == hidden_ND.shape[0]:
-            kept = None
-    if kept is not None:
-        hidden_ND, scale_N, signal = hidden_ND.index_select(0, kept), scale_N[kept], signal[kept]
-        labels_N = labels_N[kept] if labels_N is not None else None
-    labels_N = labels_N.long() if labels_N is not None else None
+    if denominator is None:
+        total = weight_N.sum()
+    else:
+        total = denominator.to(weight_N) if isinstance(denominator, Tensor) else weight_N.new_full((), denominator)
+    scale_N = weight_N / total.masked_fill(total == 0, 1.0)  # nothing to learn from: 0, not NaN
+    if drop_rows and (labels_N is not None or weights_N is not None):
+        kept = weight_N.nonzero().squeeze(-1)  # a GPU is waited for; the products saved are worth far more
+        if kept.numel() < hidden_ND.shape[0]:
+            hidden_ND, scale_N, signal = hidden_ND.index_select(0, kept), scale_N[kept], signal[kept]
+            labels_N = labels_N[kept] if labels_N is not None else None
+    if labels_N is not None:
+        labels_N = labels_N.long().masked_fill(labels_N == IGNORED_LABEL, 0)  # of rows that stayed, at weight 0
+    _check_ids(signal, labels_N, vocab_size)
     return hidden_ND, Task(signal, labels_N, scale_N, vocab_size, config, weight_grad_VD, shard)
+
+
+def _check_ids(signal: Signal, labels_N: Tensor | None, vocab_size: int) -> None:
+    """Refuse ids that are no columns: on a GPU by an assertion there, for which nobody waits."""
+    checked = [("labels", labels_N)] if labels_N is not None else []
+    if isinstance(signal, TopKSignal):
+        checked.append(("ids of the signal", signal.ids_NK.long().masked_fill(signal.logprobs_NK == -torch.inf, 0)))
+    for name, ids in checked:
+        inside, message = ((ids >= 0) & (ids < vocab_size)).all(), f"{name} lie outside the vocabulary of {vocab_size}"
+        if ids.device.type != "cpu":
+            torch._assert_async(inside, message)
+        elif not inside:
+            raise ValueError(f"{message}: they reach from {ids.min()} to {ids.max()}")
 
 
 def _check_shapes(

@@ -7,17 +7,15 @@ Dimension letters: N tokens, C tokens of a block, V columns of a tile, D hidden 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from alambique.core.errors import UserError
 from alambique.core.signal import TopKSignal
 from alambique.losses.chunked import student_head
-from alambique.losses.fused import finished, new_gradients
+from alambique.losses.fused import Inputs, Wanted, gradient_in_backward, new_gradients
 from alambique.losses.objective import LogSum, compare, locate, pick_labels, portion, spread, strip
 from alambique.losses.project import Gradients, Head, add_product, rounded
 from alambique.losses.targets import Kept, kept_entries
@@ -35,7 +33,7 @@ def run(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task)
     """
     if not isinstance(task.signal, TopKSignal):
         raise UserError("loss: impl tiled can't use a dense signal: choose impl fused, or a top-K signal.")
-    return _Tiled.apply(hidden_ND, weight_VD, bias_V, task)  # type: ignore[no-untyped-call,no-any-return]
+    return gradient_in_backward(hidden_ND, weight_VD, bias_V, task, _value, _pull)
 
 
 @dataclass(frozen=True)
@@ -48,35 +46,24 @@ class _Scan:
     label_z_C: Tensor | None
 
 
-class _Tiled(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task
-    ) -> tuple[Tensor, Tensor]:
-        head = student_head(hidden_ND, weight_VD, bias_V, task)
-        tiles = _Tiles(head, task, hidden_ND.shape[0])
-        totals, scans = task.scale_N.new_zeros(5), []
-        for rows in tiles.blocks():
-            kept, labels_C = _teacher(task, rows)
-            scan = _scan(tiles, hidden_ND[rows], kept, labels_C)
-            scans.append(scan)
-            found, _ = compare(kept, scan.z_CK, scan.tail, scan.soft_tail, scan.label_z_C, None, task.config)
-            totals += found.totals(task.scale_N[rows])
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V)
-        ctx.task, ctx.scans = task, scans
-        ctx.mark_non_differentiable(totals)
-        return task.coefficients() @ totals, totals
+def _value(inputs: Inputs, task: Task) -> tuple[Tensor, list[_Scan]]:
+    tiles = _Tiles(student_head(*inputs, task), task, inputs.hidden_ND.shape[0])
+    totals, scans = task.scale_N.new_zeros(5), []
+    for rows in tiles.blocks():
+        kept, labels_C = _teacher(task, rows)
+        scan = _scan(tiles, inputs.hidden_ND[rows], kept, labels_C)
+        scans.append(scan)
+        found, _ = compare(kept, scan.z_CK, scan.tail, scan.soft_tail, scan.label_z_C, None, task.config)
+        totals += found.totals(task.scale_N[rows])
+    return totals, scans
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V = ctx.saved_tensors
-        task = replace(ctx.task, scale_N=ctx.task.scale_N * grad_loss)
-        tiles = _Tiles(student_head(hidden_ND, weight_VD, bias_V, task), task, hidden_ND.shape[0])
-        gradients = new_gradients(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad, task, len(ctx.scans))
-        for rows, scan in zip(tiles.blocks(), ctx.scans, strict=True):
-            _pull(tiles, hidden_ND[rows], rows, scan, task, gradients)
-        return (*finished(gradients, weight_VD, bias_V, task), None)
+
+def _pull(inputs: Inputs, task: Task, wanted: Wanted, scans: list[_Scan]) -> Gradients:
+    tiles = _Tiles(student_head(*inputs, task), task, inputs.hidden_ND.shape[0])
+    gradients = new_gradients(inputs, wanted, task, len(scans))
+    for rows, scan in zip(tiles.blocks(), scans, strict=True):
+        _pull_block(tiles, inputs.hidden_ND[rows], rows, scan, task, gradients)
+    return gradients
 
 
 class _Tiles:
@@ -132,7 +119,7 @@ def _scan(tiles: _Tiles, hidden_CD: Tensor, kept: Kept, labels_C: Tensor | None)
     return _Scan(z_CK, tail, soft_tail, label_z_C)
 
 
-def _pull(tiles: _Tiles, hidden_CD: Tensor, rows: slice, scan: _Scan, task: Task, gradients: Gradients) -> None:
+def _pull_block(tiles: _Tiles, hidden_CD: Tensor, rows: slice, scan: _Scan, task: Task, gradients: Gradients) -> None:
     """Make a block's tiles again, turn them into gradients and add these up."""
     kept, labels_C = _teacher(task, rows)
     grad_scale_C = task.scale_N[rows] * task.config.logit_scale
