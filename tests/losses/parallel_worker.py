@@ -1,8 +1,10 @@
 """One of two processes of test_parallel.py: run with torch's gloo, results saved for the test to compare."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alambique import LossConfig, distillation_loss
 from tests.losses.problems import Case, grads, make_case
@@ -18,7 +21,31 @@ from tests.losses.problems import Case, grads, make_case
 CONFIGS = {
     "plain": LossConfig(ce_weight=0.3, z_loss=0.01, chunk_budget_mib=0.004),
     "tempered": LossConfig(divergence="jsd", temperature=2.0, logit_softcap=5.0, chunk_budget_mib=0.004),
+    "label": LossConfig(tail="residual_to_label", ce_weight=0.3),
+    "reverse": LossConfig(divergence="reverse_kl"),
 }
+FILTER = LossConfig(gradient_filter=0.1)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is sent between processes while it is active, whoever sends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its own operations come by again, on plain tensors
+        for kind in ("gather", "reduce_scatter", "allreduce"):
+            if func.namespace in ("c10d", "_c10d_functional"):
+                self.counts[kind] += kind in func._opname
+        return func(*args, **(kwargs or {}))
+
+    def tensor(self) -> torch.Tensor:
+        return torch.tensor([self.counts[kind] for kind in ("gather", "reduce_scatter", "allreduce")])
 
 
 def problem() -> Case:
@@ -33,9 +60,13 @@ def vocabulary(rank: int, out: Path) -> None:
     found = {}
     for name, config in CONFIGS.items():
         for impl in ("fused", "recompute"):
-            result, gradients = grads(mine, config, impl, vocab_group=dist.group.WORLD)
+            with Collectives() as sent:
+                result, gradients = grads(mine, config, impl, vocab_group=dist.group.WORLD)
             tensors = [result.loss.detach(), result.student_mass, *gradients]
             found |= {f"{name}.{impl}.{i}": tensor.contiguous() for i, tensor in enumerate(tensors)}
+            found[f"{name}.{impl}.sent"] = sent.tensor()
+    result, gradients = grads(mine, FILTER, "auto", vocab_group=dist.group.WORLD)
+    found |= {"filter.error": result.filter_error, "filter.hidden": gradients[0]}
     save_file(found, out / f"vocabulary.{rank}.safetensors")
 
 
@@ -63,18 +94,42 @@ def fsdp(rank: int, out: Path) -> None:
         model = Tied(case)
         fully_shard(model, mesh=mesh)
         hidden = model(torch.arange(8)[rows])
-        model.reshard()
-        with CommDebugMode() as comm:
+        model.reshard()  # the head is a DTensor again
+        with Collectives() as sent:
             result = distillation_loss(
                 hidden, model.table, case.signal[rows], vocab_size=case.vocab, denominator=8.0, impl=impl
             )
-            gathers = dict(comm.get_comm_counts())
+            found[f"{impl}.sent"] = sent.tensor()
         (result.loss * 2).backward()  # FSDP averages over two processes what is to be summed
-        found[f"{impl}.loss"] = result.loss.detach()
-        found[f"{impl}.table"] = model.table.grad.full_tensor()
-        found[f"{impl}.layer"] = model.layer.weight.grad.full_tensor()
-        found[f"{impl}.gathers"] = torch.tensor(sum(gathers.values()))
+        found |= gathered(model, result.loss, impl)
     save_file(found, out / f"fsdp.{rank}.safetensors")
+
+
+def accumulated(rank: int, out: Path) -> None:
+    """One optimizer step of two micro-batches, as FSDP2 has it: parameters stay whole, one reduction at the end."""
+    case = problem()
+    model = Tied(case)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.set_reshard_after_backward(False)
+    total = torch.zeros((), dtype=torch.float64)
+    with Collectives() as sent:
+        for micro in (0, 1):
+            rows = slice(4 * rank + 2 * micro, 4 * rank + 2 * micro + 2)
+            model.set_requires_gradient_sync(micro == 1)
+            hidden = model(torch.arange(8)[rows])
+            result = distillation_loss(
+                hidden, model.table, case.signal[rows], vocab_size=case.vocab, denominator=8.0, impl="fused"
+            )
+            (result.loss * 2).backward()
+            total += result.loss.detach()
+    model.reshard()
+    save_file({**gathered(model, total, "fused"), "sent": sent.tensor()}, out / f"accumulated.{rank}.safetensors")
+
+
+def gathered(model: Tied, loss: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """What one process knows after a step."""
+    table, layer = model.table.grad.full_tensor(), model.layer.weight.grad.full_tensor()
+    return {f"{name}.loss": loss.detach(), f"{name}.table": table, f"{name}.layer": layer}
 
 
 if __name__ == "__main__":
@@ -83,4 +138,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{out / 'rendezvous'}", rank=rank, world_size=2)
     vocabulary(rank, out)
     fsdp(rank, out)
+    accumulated(rank, out)
     dist.destroy_process_group()
