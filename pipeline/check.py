@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from alambique.cache.capture import CaptureConfig
+from alambique.cache.sampled import require_tail
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.params import Config, Params
 from alambique.evaluate import BenchmarkConfig, check_benchmarks
+from alambique.train.config import DistillConfig
 from pipeline.job import job_main
 
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
@@ -53,8 +56,18 @@ def check_params(path: Path = Path("params.yaml")) -> None:
             raise UserError(f"{path}: pairs.{pair}.teacher = {entry.teacher} is not in teachers{hint}")
     for stage, *key in _every_job(teachers, pairs, params.keys("evaluate.benchmarks")):
         importlib.import_module(f"pipeline.{stage}").settings(params, *key)
+    for pair in pairs:
+        _check_tail(params, pair, params.get(f"pairs.{pair}.teacher"))
     benchmarks = params.keys("evaluate.benchmarks")
     check_benchmarks({name: params.section(BenchmarkConfig, f"evaluate.benchmarks.{name}") for name in benchmarks})
+
+
+def _check_tail(params: Params, pair: str, teacher: str) -> None:
+    """The loss must take the cache for what it will be; the `distill` stage would only find out hours later."""
+    config = params.section(DistillConfig, "distill", f"pairs.{pair}.distill")
+    if config.method != "online":  # which reads no cache
+        capture = params.section(CaptureConfig, "teacher", f"teachers.{teacher}.capture")
+        require_tail(capture.keep == "sampled", config.loss.tail, f"{params.source}: pairs.{pair}")
 
 
 def _every_job(teachers: list[str], pairs: list[str], benchmarks: list[str]) -> list[tuple[str, ...]]:

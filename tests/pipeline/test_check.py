@@ -1,0 +1,67 @@
+"""What params.yaml alone can tell is wrong is told before anything runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from alambique.core.errors import UserError
+from pipeline.check import check_params
+
+ROOT = Path(__file__).parents[2]
+
+
+def check(folder: Path, teacher: dict[str, Any], distill: dict[str, Any]) -> None:
+    """Check params.yaml with its teacher's capture and its pair's distill section changed."""
+    yaml = YAML(typ="safe")
+    tree = yaml.load((ROOT / "params.yaml").read_text())
+    tree["teachers"]["smollm2_135m"]["capture"] = teacher
+    tree["pairs"]["smollm2_24l"]["distill"] = distill
+    yaml.dump(tree, folder / "params.yaml")
+    check_params(folder / "params.yaml")
+
+
+@pytest.mark.parametrize(
+    ("teacher", "distill"),
+    [
+        ({"keep": "sampled"}, {"loss": {"tail": "sampled"}}),
+        ({"keep": "sampled"}, {"method": "online"}),
+        ({}, {"method": "online", "loss": {"tail": "sampled"}}),
+    ],
+)
+def test_a_loss_that_suits_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, teacher: dict[str, Any], distill: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(ROOT)  # evals/ is found from the checkout
+    check(tmp_path, teacher, distill)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "distill", "message"),
+    [
+        (
+            {"keep": "sampled"},
+            {},
+            "distill.loss.tail = bucket would take draws for a top K: set it to sampled, or the teacher's keep to "
+            "top_k.",
+        ),
+        (
+            {},
+            {"loss": {"tail": "sampled"}},
+            "distill.loss.tail = sampled would take a top K for draws: set another tail (bucket is the default), or "
+            "the teacher's keep to sampled.",
+        ),
+    ],
+)
+def test_a_loss_that_would_misread_its_cache(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    teacher: dict[str, Any],
+    distill: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError) as caught:
+        check(tmp_path, teacher, distill)
+    assert str(caught.value) == f"{tmp_path / 'params.yaml'}: pairs.smollm2_24l: {message}"
