@@ -1,31 +1,44 @@
 """One GPU stage as one Prefect flow around its job: `python -m pipeline.flow STAGE KEY...`, started by `pipeline.run`.
 
-The job starts first and Prefect, which takes two seconds to import, records it from beside. Nothing that Prefect or
-MLflow do can fail a job: it is said once on stderr, and the job goes on. Prefect caches nothing; DVC alone decides what
-runs.
+A capture on several GPUs has a job for each, mapped side by side, before the one that puts their work together.
+
+The first jobs start at once and Prefect, which takes two seconds to import, records them from beside. Nothing that
+Prefect and MLflow do can fail a job: it is said once on stderr, and the job goes on. Prefect caches nothing; DVC alone
+decides what runs.
 """
 
 import atexit
 import contextlib
 import logging
 import os
+import queue
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alambique.core.errors import UserError
 from pipeline import jobs, processes
 from pipeline.jobs import Job, Outcome, Status
 from pipeline.observer import Observer
+from pipeline.parts import cut
 from pipeline.server import API_URL, free_port, local_server, set_defaults, url_of, wait_until_ready
+
+if TYPE_CHECKING:
+    from prefect.futures import PrefectFuture
 
 EXIT_INTERRUPTED = 130  # what shells use for ^C
 
 
 class JobFailed(Exception):
-    """An attempt ended without success; Prefect's task decides by its job's outcome whether to try again."""
+    """An attempt ended without success; its outcome decides whether Prefect's task tries again."""
+
+    def __init__(self, job: Job, outcome: Outcome) -> None:
+        super().__init__(f"{job.label} {outcome.reason}")
+        self.outcome = outcome
 
 
 def say(sentence: str) -> None:
@@ -39,9 +52,14 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _as_interrupt)
     stage, *key = argv
     try:
-        with Job(stage, key) as job:
-            job.try_start()
-            return _exit_status(job, _run_recorded(job))
+        with contextlib.ExitStack() as stack:
+            job, parts = cut(stage, key)
+            for each in (job, *parts):
+                stack.enter_context(each)
+            stack.callback(_cancel, parts)
+            for first in parts or [job]:
+                first.try_start()
+            return _exit_status(job, _run_recorded(job, parts))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return jobs.EXIT_USER_ERROR
@@ -63,8 +81,24 @@ def _exit_status(job: Job, outcome: Outcome) -> int:
     return (code if code > 0 else 128 - code) or 1
 
 
-def _run_recorded(job: Job) -> Outcome:
-    """Run the job to its end as a flow run; without one, and without retries, if Prefect can't be used."""
+def _cancel(parts: Sequence[Job]) -> None:
+    """Stop all parts at once, rather than one after the other."""
+    for part in parts:
+        part.cancel()
+    for part in parts:
+        part.stop()
+
+
+def _in_vain(parts: Sequence[Job]) -> Outcome | None:
+    """The outcome of ended parts that makes a job after them useless: a refusal, or no success at all; else None."""
+    ended = [part.outcome for part in parts if part.outcome is not None]
+    refused = [outcome for outcome in ended if outcome.status is Status.USER_ERROR]
+    failed = [outcome for outcome in ended if outcome.status is not Status.OK]
+    return next(iter(refused), None) or (failed[0] if failed and len(failed) == len(parts) else None)
+
+
+def _run_recorded(job: Job, parts: Sequence[Job]) -> Outcome:
+    """Run the jobs to their end as a flow run; without one, and without retries, if Prefect can't be used."""
     set_defaults()
     if API_URL not in os.environ:
         port = free_port()
@@ -79,40 +113,85 @@ def _run_recorded(job: Job) -> Outcome:
 
     try:
         wait_until_ready(os.environ[API_URL])
-        _flow(job)
+        _flow(job, parts)
     except JobFailed:
         pass
     except (PrefectException, httpx.HTTPError, OSError, RuntimeError) as error:  # its client raises all four
         first_line = next(iter(str(error).splitlines()), "")
         say(f"Prefect can't record {job.label} ({type(error).__name__}: {first_line}); the job is not affected.")
-    return job.outcome or job.wait()
+    for part in parts if job.outcome is None else ():
+        _ = part.outcome or part.wait()
+    return _in_vain(parts) or job.outcome or job.wait()
 
 
-def _flow(job: Job) -> None:
-    """Define the flow for this job and call it."""
+def _flow(job: Job, parts: Sequence[Job]) -> None:
+    """Define the flow for these jobs and call it."""
     from prefect import flow, task
     from prefect.cache_policies import NO_CACHE
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+    from prefect.task_runners import ThreadPoolTaskRunner
+
+    jobs_by_label = {each.label: each for each in (job, *parts)}
+    threads: Any = ThreadPoolTaskRunner(max_workers=max(1, len(parts)))
 
     @task(
         name=job.stage,
-        task_run_name=job.label,
+        task_run_name="{label}",
         retries=job.limits.retries,
         retry_delay_seconds=job.limits.retry_delay_seconds,
-        retry_condition_fn=lambda *_: job.outcome is not None and job.outcome.status is Status.RETRYABLE,
+        retry_condition_fn=lambda task, run, state: _may_pass(state.result(raise_on_failure=False)),
         cache_policy=NO_CACHE,
         persist_result=False,
     )
-    def attempt() -> None:
-        _attempt(job)
+    def attempt(label: str) -> None:
+        _attempt(jobs_by_label[label])
 
-    @flow(name=job.stage, flow_run_name=job.label, persist_result=False, validate_parameters=False)
+    @flow(
+        name=job.stage,
+        flow_run_name=job.label,
+        task_runner=threads,
+        persist_result=False,
+        validate_parameters=False,
+    )
     def stage_flow() -> None:
-        attempt()
+        if parts:
+            _watch(parts, attempt.map([part.label for part in parts]))
+            if (outcome := _in_vain(parts)) is not None:
+                raise JobFailed(job, outcome)
+        attempt(job.label)
 
     # The heartbeat's thread would hold every flow for up to a second at its end, and nothing here reads it.
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         stage_flow()
+
+
+def _may_pass(error: object) -> bool:
+    return isinstance(error, JobFailed) and error.outcome.status is Status.RETRYABLE
+
+
+def _watch(parts: Sequence[Job], futures: "Sequence[PrefectFuture[None]]") -> None:
+    """Wait for the end of all parts. One that is refused stops the others; what any other leaves, the rest takes over.
+
+    Each part runs in a thread of Prefect's; only this one hears of ^C.
+    """
+    ended: queue.SimpleQueue[tuple[str, Outcome | None]] = queue.SimpleQueue()
+    for part, future in zip(parts, futures, strict=True):
+        future.add_done_callback(partial(_put, ended, part))
+    try:
+        for _ in parts:
+            label, outcome = ended.get()
+            if outcome is not None and outcome.status is Status.USER_ERROR:
+                return
+            if outcome is not None and outcome.status is not Status.OK:
+                say(f"{label} {outcome.reason}; the other jobs take over what it had left.")
+    finally:
+        _cancel(parts)
+        for future in futures:
+            future.wait()
+
+
+def _put(ended: "queue.SimpleQueue[tuple[str, Outcome | None]]", part: Job, future: object) -> None:
+    ended.put((part.label, part.outcome))
 
 
 def _attempt(job: Job) -> None:
@@ -127,7 +206,7 @@ def _attempt(job: Job) -> None:
             observer.look()
         observer.finish(outcome)
     if outcome.status is not Status.OK:
-        raise JobFailed(f"{job.label} {outcome.reason}")
+        raise JobFailed(job, outcome)
 
 
 def _wait_for_slot(job: Job, logger: logging.Logger) -> None:

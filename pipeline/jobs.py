@@ -1,4 +1,4 @@
-"""One job: a child process `python -m pipeline.STAGE KEY...` with a GPU slot, a deadline and a verdict on its end.
+"""One job: a child process `python -m pipeline.STAGE KEY...` with GPU slots, a deadline and a verdict on its end.
 
 Knows nothing of Prefect, and is not imported by stages, so that a change here makes no result stale.
 """
@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,16 +72,20 @@ def classify(returncode: int, stderr_tail: str) -> Outcome:
     return Outcome(Status.FAILED, returncode, how)
 
 
+_CANCELLED = Outcome(Status.RESUMABLE, -signal.SIGTERM, "was stopped and can be resumed")
+
+
 def command(stage: str, key: Sequence[str]) -> list[str]:
-    """The job's command line. A job on several GPUs or hosts differs from this one only here (torchrun)."""
+    """The job's command line."""
     return [sys.executable, "-m", f"pipeline.{stage}", *key]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long and how often jobs may run, from the environment: none of it changes a result."""
+    """How many jobs may run, how long and how often, from the environment: none of it changes a result."""
 
     slots: int  # jobs at once on this host; 0: one per GPU
+    capture_jobs: int  # jobs that share one capture; 0: one per GPU, or per group of GPUs that a teacher needs
     retries: int  # further attempts of a job that ended in a way that may pass
     retry_delay_seconds: float
     deadline_seconds: float
@@ -95,6 +100,7 @@ class Limits:
         """
         return cls(
             slots=_whole("ALAMBIQUE_SLOTS", 0),
+            capture_jobs=_whole("ALAMBIQUE_CAPTURE_JOBS", 0),
             retries=_whole("ALAMBIQUE_JOB_RETRIES", 1),  # assumption: what passes on a retry passes on the first one
             retry_delay_seconds=_seconds("ALAMBIQUE_RETRY_DELAY_SECONDS", 10.0),  # assumption: memory is free by then
             deadline_seconds=_seconds("ALAMBIQUE_DEADLINE_SECONDS", 7 * 24 * 3600.0),  # assumption: a week is a hang
@@ -153,7 +159,7 @@ def try_lock(path: Path) -> int | None:
 def slug(stage: str, key: Sequence[str]) -> str:
     """The job's name in file names: stage, key, and the checkout, because experiments share one work folder."""
     checkout = hashlib.sha256(str(Path.cwd()).encode()).hexdigest()[:8]
-    return "-".join([stage, *key, checkout])
+    return "-".join([stage, *key, checkout]).replace("/", "of")  # part 1/2 of a key
 
 
 @contextlib.contextmanager
@@ -183,9 +189,17 @@ class Job:
 
     ``outcome`` is the verdict on the latest attempt; ``attempts`` counts the processes started, and
     ``started_at`` is the time, in seconds since the epoch, of the latest.
+
+    A thread may run the job while another calls :meth:`cancel`.
+
+    Args:
+        stage: and
+        key: what to run.
+        gpus: that it needs, where there are any.
+        beside: jobs that are meant to run at once; without a GPU for each they share one, or the CPU.
     """
 
-    def __init__(self, stage: str, key: Sequence[str]) -> None:
+    def __init__(self, stage: str, key: Sequence[str], gpus: int = 1, beside: int = 1) -> None:
         self.stage, self.key = stage, tuple(key)
         self.label = " ".join([stage, *key])
         self.limits = Limits.from_env()
@@ -193,10 +207,13 @@ class Job:
         self.attempts = 0
         self.progress_file = work_dir() / "progress" / f"{slug(stage, key)}.jsonl"
         self._gpus = visible_gpus()
-        self._slots = self.limits.slots or max(1, len(self._gpus))
+        self._slots = self.limits.slots or max(len(self._gpus), beside)
+        self._needs = gpus if self._gpus else 1
         self._process: subprocess.Popen[bytes] | None = None
         self._relay: Relay | None = None
-        self._slot: int | None = None
+        self._held: dict[str, int] = {}  # by GPU, the descriptor that holds its slot
+        self._mutex = threading.Lock()  # held while the process is started or stopped
+        self._cancelled = False
         self._locks = contextlib.ExitStack()
         self._started = 0.0
         self.started_at = 0.0
@@ -213,33 +230,45 @@ class Job:
             self._locks.close()
 
     def try_start(self) -> bool:
-        """Start the process if it isn't started; False while every slot of the host is taken."""
-        if self._process is not None:
-            return True
-        for index in range(self._slots):
-            self._slot = try_lock(work_dir() / "slots" / str(index))
-            if self._slot is not None:
-                self._start(index)
+        """Start the process if it isn't started, nor cancelled; False while too many slots of the host are taken."""
+        with self._mutex:
+            if self._process is not None or self._cancelled:
                 return True
-        return False
+            self._take_slots()
+            if self._held:
+                self._start()
+            return bool(self._held)
 
-    def _start(self, slot: int) -> None:
-        assert self._slot is not None
+    def _take_slots(self) -> None:
+        """Take slots on as many GPUs as the job needs, or none."""
+        for index in range(self._slots):
+            gpu = self._gpus[index % len(self._gpus)] if self._gpus else ""
+            if gpu not in self._held and (slot := try_lock(work_dir() / "slots" / str(index))) is not None:
+                self._held[gpu] = slot
+                if len(self._held) == self._needs:
+                    return
+        self._free_slots()
+
+    def _free_slots(self) -> None:
+        while self._held:
+            os.close(self._held.popitem()[1])
+
+    def _start(self) -> None:
         self.progress_file.parent.mkdir(parents=True, exist_ok=True)
         self.progress_file.write_bytes(b"")
         self._progress_read = 0
         env = {**os.environ, PROGRESS_FILE: str(self.progress_file)}
         if self._gpus:
-            env["CUDA_VISIBLE_DEVICES"] = self._gpus[slot % len(self._gpus)]
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self._held)
         self.outcome = None
         self.attempts += 1
         self._relay = Relay()
         self._started, self.started_at = time.monotonic(), time.time()
-        # The job inherits both locks: they are held for as long as it lives, even if this process is killed.
+        # The job inherits the locks: they are held for as long as it lives, even if this process is killed.
         self._process = processes.start(
             command(self.stage, self.key),
             env=env,
-            pass_fds=[self._lock, self._slot],
+            pass_fds=[self._lock, *self._held.values()],
             stderr=self._relay.write_end,
         )
         self._relay.close_write_end()
@@ -251,7 +280,7 @@ class Job:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(seconds)
             self.stop()
-            self.outcome = classify(code, self._relay.tail())
+            self.outcome = classify(code, self._relay.tail()) if code == 0 or not self._cancelled else _CANCELLED
             return self.outcome
         if time.monotonic() - self._started > self.limits.deadline_seconds:
             self.stop()
@@ -268,15 +297,23 @@ class Job:
         return outcome
 
     def stop(self) -> None:
-        """End the process group if it lives (SIGTERM, time to save, SIGKILL) and free the slot."""
-        if self._process is None or self._slot is None:
-            return
-        with processes.interrupts_deferred():
+        """End the process group if it lives (SIGTERM, time to save, SIGKILL) and free the slots."""
+        with processes.interrupts_deferred(), self._mutex:
+            if self._process is None or not self._held:
+                return
             processes.stop(self._process, self.limits.stop_seconds)
             if self._relay is not None:
                 self._relay.finish()
-            os.close(self._slot)
-            self._slot = None
+            self._free_slots()
+
+    def cancel(self) -> None:
+        """Ask the process to end, and never start another; :meth:`stop` waits for that."""
+        with processes.interrupts_deferred(), self._mutex:
+            self._cancelled = True
+            if self._process is not None and self._held:
+                processes.signal_group(self._process, signal.SIGTERM)
+            elif self.outcome is None or self.outcome.status is Status.RETRYABLE:
+                self.outcome = _CANCELLED
 
     def reset(self) -> None:
         """Stop, and let the next :meth:`try_start` begin another attempt."""

@@ -119,7 +119,8 @@ class Observer:
             update_progress_artifact(self._artifact, percent, description=text)
 
     def _artifact_key(self, what: str) -> str:
-        return "-".join([what, self._job.stage, *self._job.key]).replace("_", "-").lower()
+        words = "-".join([what, self._job.stage, *self._job.key])
+        return words.replace("_", "-").replace("/", "-of-").lower()
 
     def _results_table(self) -> None:
         from prefect.artifacts import create_table_artifact

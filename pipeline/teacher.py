@@ -1,12 +1,20 @@
-"""Stage teacher@TEACHER: the teacher reads the train rows once, and the top of its distribution is kept."""
+"""Stage teacher@TEACHER: the teacher reads the train rows once, and the top of its distribution is kept.
+
+`python -m pipeline.teacher TEACHER` does all of it. `python -m pipeline.teacher TEACHER I/N` is one of N processes that
+score the rows between them; the former then finds them scored. pipeline/parts.py says how many there are.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from alambique.cache.capture import CaptureConfig, CaptureResult, capture
+from alambique.cache.fill import fill, parse_part
+from alambique.cache.score import Teacher
+from alambique.core.errors import UserError
 from alambique.core.files import sha256_file, sha256_json, write_json
 from alambique.core.measure import default_device, device_name
 from alambique.core.params import Config, Params, validate
@@ -14,6 +22,7 @@ from alambique.core.places import work_dir
 from alambique.data.dataset import PreparedData
 from alambique.models.fetch import ModelSource, fetch_model
 from alambique.models.load import SplitModel, load_model
+from alambique.models.ranks import Ranks, launch, local_rank
 from pipeline.job import code_of, job_main, leave
 
 
@@ -33,27 +42,63 @@ def settings(params: Params, teacher: str) -> Settings:
     return validate(Settings, values, f"{params.source}: teachers.{teacher}")
 
 
-def run(teacher: str) -> None:
-    """Write artifacts/teacher/TEACHER and results/teacher/TEACHER.json.
+def run(teacher: str, part: str | None = None) -> None:
+    """Write artifacts/teacher/TEACHER and results/teacher/TEACHER.json, or as a part of several only to the store.
 
     Blocks are finished in the scratch folder, so a killed run continues where it was.
     """
+    of_several = None if part is None else parse_part(part)
     resolved = settings(Params.load(), teacher)
     data = PreparedData.open(Path("artifacts/prepare") / teacher)
-    resolved.capture.require_vocabulary(data.manifest["vocab_size"])  # before the model is fetched
+    config = resolved.capture
+    config.require_vocabulary(data.manifest["vocab_size"])  # before the model is fetched
     source, device = fetch_model(resolved.model), default_device()
-    signal_of = identity(source, data, resolved.capture)
-    result = capture(
-        data.train,
-        lambda: _load(source, resolved.capture, device),
-        out=Path("artifacts/teacher") / teacher,
-        store=store_of(signal_of),
-        identity=signal_of,
-        config=resolved.capture,
-        vocab_size=data.manifest["vocab_size"],
-        device=device,
-    )
-    write_json(Path("results/teacher") / f"{teacher}.json", summary(result, device))
+
+    def load() -> SplitModel:
+        return _load(source, config, device)
+
+    if config.tensor_parallel == 1:
+        _score(teacher, of_several, data, source, config, device, load)
+    elif (rank := local_rank()) is None:
+        _require_gpus(config.tensor_parallel)
+        if code := launch(config.tensor_parallel, "-m", "pipeline.teacher", teacher, *([part] if part else [])):
+            raise SystemExit(code)
+    else:
+        device = torch.device(device.type, rank) if device.type == "cuda" else device
+        with Ranks(device) as ranks:
+            if ranks.leads:
+                _score(teacher, of_several, data, source, config, device, lambda: ranks.lead(load))
+            else:
+                ranks.follow(load)
+
+
+def _score(
+    teacher: str,
+    part: tuple[int, int] | None,
+    data: PreparedData,
+    source: ModelSource,
+    config: CaptureConfig,
+    device: torch.device,
+    load: Callable[[], Teacher],
+) -> None:
+    signal_of, vocab_size = identity(source, data, config), data.manifest["vocab_size"]
+    store = store_of(signal_of)
+    if part is not None:
+        fill(data.train, load, store, signal_of, config, vocab_size, device, part)
+        return
+    out = Path("artifacts/teacher") / teacher
+    result = capture(data.train, load, out, store, signal_of, config, vocab_size, device)
+    write_json(Path("results/teacher") / f"{teacher}.json", summary(result, device, config))
+
+
+def _require_gpus(number: int) -> None:
+    """Refuse more processes than there are GPUs; on a CPU any number will do."""
+    found = torch.cuda.device_count()
+    if 0 < found < number:
+        raise UserError(
+            f"teacher.tensor_parallel = {number} needs {number} GPUs, and {found} can be seen: lower it, or make more "
+            "visible (CUDA_VISIBLE_DEVICES)."
+        )
 
 
 def identity(source: ModelSource, data: PreparedData, config: CaptureConfig) -> dict[str, Any]:
@@ -64,6 +109,8 @@ def identity(source: ModelSource, data: PreparedData, config: CaptureConfig) -> 
         "tokenizer_sha256": data.manifest["tokenizer_sha256"],
         "dtype": config.dtype,
         "attention": config.attention,
+        "device_map": config.device_map,
+        "tensor_parallel": config.tensor_parallel,
         "temperature": 1.0,
     }
 
@@ -74,15 +121,30 @@ def store_of(signal_of: dict[str, Any]) -> Path:
     return work_dir() / "teacher" / sha256_json({"identity": signal_of, "code": code})[:16]
 
 
-def summary(result: CaptureResult, device: torch.device) -> dict[str, Any]:
-    """The measurements that DVC shows as metrics."""
-    measured = dataclasses.asdict(result)
-    return {"cache_bytes_per_token": measured.pop("bytes_per_token"), **measured, "device": device_name(device)}
+def summary(result: CaptureResult, device: torch.device, config: CaptureConfig) -> dict[str, Any]:
+    """The measurements that DVC shows as metrics; ``peak_mib`` is that of one device."""
+    measured, name = dataclasses.asdict(result), device_name(device)
+    number = config.tensor_parallel if config.device_map is None else max(1, torch.cuda.device_count())
+    return {
+        "cache_bytes_per_token": measured.pop("bytes_per_token"),
+        **measured,
+        "device": name if number == 1 else f"{number} x {name}",
+    }
 
 
 def _load(source: ModelSource, config: CaptureConfig, device: torch.device) -> SplitModel:
-    model = SplitModel(load_model(source.path, dtype=config.dtype, device=device, attention=config.attention))
-    model.check()
+    loaded = load_model(
+        source.path,
+        dtype=config.dtype,
+        device=device,
+        attention=config.attention,
+        device_map=config.device_map,
+        tensor_parallel=config.tensor_parallel,
+    )
+    model = SplitModel(loaded)
+    if config.device_map is not None or config.tensor_parallel > 1:
+        model.gather_head()
+    model.check(device)
     return model
 
 

@@ -20,7 +20,7 @@ STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 # How jobs are run, never what they compute: a change here must not make a result stale, so no stage may import them.
 ORCHESTRATION = {
     f"pipeline.{name}"
-    for name in ("run", "flow", "jobs", "observer", "processes", "server", "terminal", "repro", "check")
+    for name in ("run", "flow", "jobs", "parts", "observer", "processes", "server", "terminal", "repro", "check")
 }
 SOURCES = sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("pipeline/*.py")])
 

@@ -1,6 +1,6 @@
 """A teacher of a few thousand numbers and rows for it; run as a script, it captures slowly so that it can be killed.
 
-python fake_teacher.py OUT STORE [SECONDS_PER_BATCH]
+python fake_teacher.py OUT STORE SECONDS_PER_BATCH [I/N]
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from alambique.cache.capture import CaptureConfig, CaptureResult, capture
+from alambique.cache.fill import fill, parse_part
 
 VOCAB, PADDED, HIDDEN, SEQ_LEN = 300, 320, 16, 24
 IDENTITY = {"uri": "file:fake", "sha256": "0" * 64, "tokenizer_sha256": "1" * 64}
@@ -80,5 +81,15 @@ def run(
     return capture(rows, lambda: teacher, out, store, IDENTITY, config, VOCAB, torch.device("cpu"))
 
 
+def run_part(store: Path, teacher: FakeTeacher, part: str) -> None:
+    """As one of several processes; prints how many rows this one scored."""
+    fill(make_rows(), lambda: teacher, store, IDENTITY, CONFIG, VOCAB, torch.device("cpu"), parse_part(part))
+    print(sum(teacher.rows_seen))
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), Path(sys.argv[2]), teacher=FakeTeacher(seconds=float(sys.argv[3])))
+    slow = FakeTeacher(seconds=float(sys.argv[3]))
+    if len(sys.argv) > 4:
+        run_part(Path(sys.argv[2]), slow, sys.argv[4])
+    else:
+        run(Path(sys.argv[1]), Path(sys.argv[2]), teacher=slow)

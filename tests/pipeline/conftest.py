@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORCHESTRATION = (
-    "__init__", "run", "flow", "jobs", "observer", "processes", "repro", "server", "terminal", "tracking",
+    "__init__", "run", "flow", "jobs", "parts", "observer", "processes", "repro", "server", "terminal", "tracking",
 )  # fmt: skip
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 

@@ -1,12 +1,13 @@
 """The store: a scratch folder where finished blocks outlive a killed capture, each with a receipt."""
 
 import fcntl
+import os
 import sys
 import time
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._claims: IO[str] | None = None
+        self._claims: int | None = None  # never closed: that would free every claim
         folder.mkdir(parents=True, exist_ok=True)
         for scratch in folder.glob(".*.part"):
             if time.time() - scratch.stat().st_mtime > _ABANDONED_SECONDS:
@@ -114,7 +115,7 @@ class Store:
         claimed goes to the next that asks.
         """
         if self._claims is None:
-            self._claims = (self.folder / "claims").open("a")
+            self._claims = os.open(self.folder / "claims", os.O_CREAT | os.O_RDWR, 0o644)
         try:
             fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(block.name[:15], 16))
         except (BlockingIOError, PermissionError):  # POSIX leaves open which

@@ -9,9 +9,12 @@ import torch
 
 
 def peak_mib(device: torch.device) -> float:
-    """Peak memory in MiB so far: the CUDA allocator's high-water mark, or the process's peak resident set on a CPU."""
+    """Peak memory in MiB so far: the CUDA allocator's high-water mark, or the process's peak resident set on a CPU.
+
+    Of a process that uses several GPUs, that of the GPU that needed most.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) / 2**20
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kib / 2**10 if platform.system() == "Linux" else kib / 2**20
 

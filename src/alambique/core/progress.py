@@ -19,9 +19,10 @@ class Progress:
     """A bar on stderr with rate and ETA, mirrored as JSON lines to the file named by ``ALAMBIQUE_PROGRESS_FILE``.
 
     ``done`` counts what an earlier, interrupted run had finished: the bar starts there and the rate leaves it out.
+    ``line`` is how many lines below the cursor it is drawn on a terminal, beside the bars of other processes.
     """
 
-    def __init__(self, description: str, total: int, unit: str = "tokens", done: int = 0) -> None:
+    def __init__(self, description: str, total: int, unit: str = "tokens", done: int = 0, line: int = 0) -> None:
         self._total, self._done, self._unit, self._description = total, done, unit, description
         name = os.environ.get(PROGRESS_FILE)
         self._file = Path(name).open("a") if name else None  # noqa: SIM115 closed in __exit__
@@ -34,6 +35,8 @@ class Progress:
             unit_scale=True,
             dynamic_ncols=True,
             smoothing=0.1,
+            position=line if sys.stderr.isatty() else 0,
+            leave=None,  # but for the first line, which stays
             # Without a terminal (a log file) a line now and then is enough.
             mininterval=0.5 if sys.stderr.isatty() else 15.0,
         )

@@ -5,12 +5,14 @@ The losses and the teacher's capture project hidden states chunk by chunk, so th
 Dimensions: B rows, S positions, D hidden size, V rows of the output head (padding included).
 """
 
+import contextlib
 import json
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,12 +21,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 from alambique.core.errors import UserError
 from alambique.core.files import read_json, sha256_json
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
+DeviceMap = Literal["auto", "balanced", "sequential"]
 # Largest difference between packed and separate runs that rounding explains, as a share of the largest logit.
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # assumption, per significand bits
 
@@ -75,18 +79,39 @@ def stored_dtype(path: Path) -> DtypeName:
     return cast(DtypeName, name)
 
 
-def load_model(path: Path, *, dtype: DtypeName, device: torch.device, attention: str = "sdpa") -> PreTrainedModel:
+def load_model(
+    path: Path,
+    *,
+    dtype: DtypeName,
+    device: torch.device,
+    attention: str = "sdpa",
+    device_map: DeviceMap | None = None,
+    tensor_parallel: int = 1,
+) -> PreTrainedModel:
     """Load a causal language model from a local folder, in eval mode, without remote code.
 
     MXFP4 checkpoints (gpt-oss) are expanded to ``dtype``: packed experts can be neither trained nor pruned.
 
+    Args:
+        path: a folder that holds a transformers model.
+        dtype: of its weights and activations.
+        attention: transformers' attention implementation.
+        device: where the whole model goes, or with ``device_map`` where its inputs come from.
+        device_map: spread whole layers over the visible GPUs, and the CPU where they are full (accelerate).
+        tensor_parallel: this many processes of one process group split each layer between them; all call this.
+
     Raises:
-        UserError: the folder is no causal language model, or ``attention`` doesn't suit it.
+        UserError: the folder is no causal language model, ``attention`` doesn't suit it, or it can't be split so.
     """
     settings = read_json(path / "config.json", "Name a folder that holds a transformers model.")
     quantised = (settings.get("quantization_config") or {}).get("quant_method")
-    extra = {"quantization_config": Mxfp4Config(dequantize=True)} if quantised == "mxfp4" else {}
-    if device.type == "cuda":
+    extra: dict[str, Any] = {"quantization_config": Mxfp4Config(dequantize=True)} if quantised == "mxfp4" else {}
+    if tensor_parallel > 1:
+        require_divisible(path, tensor_parallel)
+        extra["distributed_config"] = DistributedConfig(tp_size=tensor_parallel, tp_plan="auto")
+    elif device_map is not None:
+        extra["device_map"] = device_map
+    elif device.type == "cuda":
         extra["device_map"] = {"": device}  # weights go straight to the GPU
     try:
         model: PreTrainedModel
@@ -105,6 +130,26 @@ def load_model(path: Path, *, dtype: DtypeName, device: torch.device, attention:
         missing = sorted(info["missing_keys"])
         raise UserError(f"{path} lacks {len(missing)} weights of its model ({missing[0]}, …): fetch or make it again.")
     return model
+
+
+def require_divisible(path: Path, processes: int) -> None:
+    """Refuse a model whose layers transformers can't split between ``processes`` processes.
+
+    Raises:
+        UserError: it has no plan for the layers (only for the embeddings, say), or its heads don't divide.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    if not any("*" in rule for rule in config.base_model_tp_plan or {}):  # `layers.*.mlp.up_proj`
+        raise UserError(
+            f"transformers has no plan to split the layers of a {config.model_type} model, so tensor_parallel = "
+            f"{processes} would not make it smaller: use device_map = auto instead."
+        )
+    heads = {getattr(config, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")}
+    if any(number % processes for number in heads):
+        raise UserError(
+            f"{path} has {' and '.join(map(str, sorted(heads, reverse=True)))} attention heads, which tensor_parallel "
+            f"= {processes} processes can't share out evenly: choose a divisor, or use device_map = auto."
+        )
 
 
 class SplitModel:
@@ -151,7 +196,8 @@ class SplitModel:
             input_ids_BS, position_ids_BS = input_ids_BS.reshape(1, -1), position_ids_BS.reshape(1, -1)
         mask = create_masks_for_generate(
             config=self.config,
-            inputs_embeds=self.head_weight_VD.new_empty((*input_ids_BS.shape, 0)),  # for its shape, dtype and device
+            # for its shape, dtype and device; the head may be on another one than the ids
+            inputs_embeds=self.head_weight_VD.new_empty((*input_ids_BS.shape, 0), device=input_ids_BS.device),
             attention_mask=None,
             cache=None,
             position_ids=position_ids_BS,
@@ -170,23 +216,41 @@ class SplitModel:
         return self.logit_softcap * torch.tanh(z_NV / self.logit_softcap)
 
     @torch.no_grad()
-    def check(self) -> None:
+    def gather_head(self) -> None:
+        """Take a whole copy of the head for scoring, where it is split over processes or waits on the CPU for its turn.
+
+        Every process of a tensor-parallel group must call this.
+        """
+        head = self.model.get_output_embeddings()
+        with contextlib.ExitStack() as stack:
+            if head.weight.is_meta:  # offloaded by accelerate, which takes seconds to import
+                from accelerate.utils import align_module_device
+
+                stack.enter_context(align_module_device(head))
+            weight_VD, bias_V = _whole(head.weight), None if head.bias is None else _whole(head.bias)
+        self.head_weight_VD, self.head_bias_V = cast(nn.Parameter, weight_VD), bias_V
+
+    @torch.no_grad()
+    def check(self, device: torch.device | None = None) -> None:
         """Prove on eight tokens that this model can be split and packed, before hours depend on it.
 
         Compares the split logits of packed documents with the model's own logits of each document alone. An
         architecture that transforms logits in another way, or whose attention or state leaks between packed
         documents (recurrent models, attention kernels that ignore positions), shows here.
 
+        ``device`` is where ids go in; the head's by default.
+
         Raises:
             UserError: they differ by more than rounding.
         """
-        device = self.head_weight_VD.device
+        device = device or self.head_weight_VD.device
         documents_BS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1, 1]], device=device)
         ids_BS = (torch.arange(16, device=device).reshape(2, 8) * 7 + 3) % self.head_weight_VD.shape[0]
-        packed_BSV = self.logits(self.hidden(ids_BS, documents_BS))
+        packed_BSV = self.logits(self.hidden(ids_BS, documents_BS).to(self.head_weight_VD.device))
         for row, cut in ((0, 3), (1, 5)):
             for part in (slice(0, cut), slice(cut, 8)):
                 alone_SV = self.model(input_ids=ids_BS[row : row + 1, part], use_cache=False).logits[0]
+                alone_SV = alone_SV.to(packed_BSV.device)
                 worst = (packed_BSV[row, part] - alone_SV).abs().max() / alone_SV.abs().max()
                 if not worst <= _ROUNDING[self.head_weight_VD.dtype]:
                     raise UserError(
@@ -194,6 +258,11 @@ class SplitModel:
                         f"that differ by {worst:.0%} when documents are packed or the head is applied apart: "
                         "choose another `attention`, or another model."
                     )
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """The whole of a weight that may be split over processes, and that stays when an offloaded one goes."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight.detach().clone()
 
 
 def positions(document_ids_BS: Tensor) -> Tensor:
