@@ -87,14 +87,12 @@ class StudentConfig(Config):
         Raises:
             UserError: nothing or everything would be left, or a width isn't smaller than the teacher's.
         """
-        block = self.drop_block.count if self.drop_block is not None else None
-        for name, count in (("drop_block", block), ("drop_by_influence", self.drop_by_influence)):
-            if count is not None:
-                _require_count(name, count, num_layers)
-        if self.keep_uniform is not None and not self.keep_uniform < num_layers:
-            raise UserError(
-                f"keep_uniform = {self.keep_uniform} must be smaller than the teacher's {num_layers} layers."
-            )
+        if self.drop_by_influence is not None:
+            _require_count("drop_by_influence", self.drop_by_influence, num_layers)
+        elif self.drop_block is not None and self.drop_block.first == "measured":
+            _require_count("drop_block", self.drop_block.count, num_layers)
+        else:
+            self.kept_layers(num_layers)
         limits = {"intermediate_size": intermediate_size, "num_key_value_heads": key_value_heads}
         for name, limit in limits.items():
             wanted = getattr(self.width, name, None)
@@ -178,6 +176,8 @@ def _require_count(name: str, dropped: int, num_layers: int) -> None:
 
 
 def _evenly_spaced(count: int, num_layers: int) -> list[int]:
+    if not count < num_layers:
+        raise UserError(f"keep_uniform = {count} must be smaller than the teacher's {num_layers} layers.")
     if count == 1:
         return [0]
     return [round(step * (num_layers - 1) / (count - 1)) for step in range(count)]
