@@ -49,7 +49,7 @@ def test_info(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "top 8 of 300",
         "exact (lossless)",
         "in 4 shards",
-        "scored twice       1 rows alone: mean KL 0.0e+00 nats, 100.00% same top-1",
+        "rows scored twice  1: mean KL 0.0e+00 nats, 100.00% same top-1",
         "file:fake",
     ):
         assert text in out
@@ -169,14 +169,14 @@ def test_diff_of_settings_and_distributions(
     assert found["bytes per token"] == f"{first['bytes_per_token']:.1f} | {second['bytes_per_token']:.1f}"
     assert found["rows_sha256"] == f"{first['rows_sha256'][:12]}… | {second['rows_sha256'][:12]}…"
     assert "identity.dtype" not in found
-    assert found["compared"] == "13 rows, 279 positions"
+    assert found["compared: rows, positions"] == "13, 279"
     assert float(found["mean KL, nats"]) > 1e-4
     assert float(found["largest KL, nats"]) > float(found["mean KL, nats"])
     assert float(found["largest |Δ logprob|, nats"]) > 0.01
     assert found["same top-1"].endswith("%")
     assert 50 < float(found["mass on ids that both keep"].rstrip("%")) < 100
     assert main(["cache", "diff", str(cache), str(tmp_path / "other"), "--rows", "2"]) == 1
-    assert "2 rows, " in capsys.readouterr().out
+    assert "compared: rows, positions        2, " in capsys.readouterr().out
 
 
 def test_diff_with_draws_compares_settings_only(
@@ -245,7 +245,7 @@ def test_rescore_finds_todays_teacher_the_same(project: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     then = json.loads(Path("captured/manifest.json").read_bytes())["rescored"]
     assert then["rows"] == 1
-    assert f"compared                         1 rows, {then['positions']} positions | 1 rows, 15 positions" in out
+    assert f"compared: rows, positions        1, {then['positions']} | 1, 15" in out
     assert f"mean KL, nats                    {then['mean_kl_nats']:.3g} | " in out
     assert "mean KL within 0.01 nats: this teacher is still the cache's" in out
     assert "engine" not in out

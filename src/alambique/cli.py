@@ -91,8 +91,8 @@ def _info(options: argparse.Namespace) -> None:
     quantiles = "  ".join(f"{float(q):.0%} {value:.4f}" for q, value in tail["quantiles"].items())
     print(f"{'mass not kept':<18} mean {tail['mean']:.4f}; quantiles {quantiles}")
     if (again := manifest["rescored"]) is not None:
-        rows, agreed = f"{again['rows']:,} rows alone", f"{again['same_top1']:.2%} same top-1"
-        print(f"{'scored twice':<18} {rows}: mean KL {again['mean_kl_nats']:.1e} nats, {agreed}")
+        agreed = f"mean KL {again['mean_kl_nats']:.1e} nats, {again['same_top1']:.2%} same top-1"
+        print(f"{'rows scored twice':<18} {again['rows']:,}: {agreed}")
     tail_S = cache.tail_mass_by_position()
     for part in np.array_split(np.arange(cache.seq_len), min(_BINS, cache.seq_len)):
         values = tail_S[part][~np.isnan(tail_S[part])]
@@ -202,7 +202,7 @@ def _short(value: Any) -> str:
 def _print_drift(columns: list[Drift | None]) -> None:
     """A line per measure, a column per drift."""
     lines: dict[str, Callable[[Drift], str]] = {
-        "compared": lambda drift: f"{drift.rows:,} rows, {drift.positions:,} positions",
+        "compared: rows, positions": lambda drift: f"{drift.rows:,}, {drift.positions:,}",
         "same top-1": lambda drift: f"{drift.same_top1:.2%}",
         "mean KL, nats": lambda drift: f"{drift.mean_kl_nats:.3g}",
         "largest KL, nats": lambda drift: f"{drift.max_kl_nats:.3g}",

@@ -13,7 +13,8 @@ from alambique.cache.reader import TeacherCache
 from alambique.cache.score import Rows, Scorer, Teacher
 from alambique.core.errors import UserError
 
-# assumption: a hundredth of what a student is typically away from its teacher (0.5 to 0.9 nats, docs/log.md)
+# assumption: five times what another arithmetic does to the embedded teacher (0.0019 nats from bf16 to fp32, or from
+# sdpa to eager; docs/cache-format.md), so that more than rounding is at work
 DRIFT_LIMIT_NATS = 0.01
 _NO_SETTINGS = ("files", "shards", "tail_mass", "rescored", "bytes_per_token")  # they follow from rows and settings
 
