@@ -252,6 +252,14 @@ def test_rescore_finds_todays_teacher_the_same(project: Path, capsys: pytest.Cap
     assert "device" not in out
 
 
+def test_rescore_spreads_a_teacher_that_several_gpus_split(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads(Path("captured/manifest.json").read_bytes())
+    manifest["identity"] |= {"device_map": None, "tensor_parallel": 2}
+    Path("captured/manifest.json").write_text(json.dumps(manifest))
+    assert main(RESCORE) == 0
+    assert "mean KL within 0.01 nats" in capsys.readouterr().out
+
+
 def test_rescore_shows_another_teacher_or_engine(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recapture(project, PreparedData.open(Path("prepared")).train, sharper=3.0)
     manifest = json.loads(Path("captured/manifest.json").read_bytes())

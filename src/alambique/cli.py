@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -177,17 +177,24 @@ class _Origin(Config):
     teacher_sha256: str
     dtype: DtypeName
     attention: str
+    device_map: Literal["auto", "balanced", "sequential"] | None = None  # source: of captures by one GPU
+    tensor_parallel: int = 1  # source: as above
 
 
 def _load(origin: _Origin, device: torch.device) -> Teacher:
-    """The teacher as it was loaded for the capture."""
+    """The teacher as it was loaded for the capture; where several processes split it, spread by this one instead."""
     from alambique.models.fetch import fetch_model  # transformers: seconds
     from alambique.models.load import SplitModel, load_model
 
     source = fetch_model(origin.teacher)
     if source.sha256 != origin.teacher_sha256:
         raise UserError(f"{source.uri} has sha256 {source.sha256}, but the cache is of {origin.teacher_sha256}.")
-    return SplitModel(load_model(source.path, dtype=origin.dtype, device=device, attention=origin.attention))
+    spread = origin.device_map or ("auto" if origin.tensor_parallel > 1 else None)
+    loaded = load_model(source.path, dtype=origin.dtype, device=device, attention=origin.attention, device_map=spread)
+    model = SplitModel(loaded)
+    if spread is not None:
+        model.gather_head()
+    return model
 
 
 def _print_fields(fields: dict[str, tuple[Any, Any]]) -> None:
