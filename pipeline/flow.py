@@ -34,11 +34,11 @@ EXIT_INTERRUPTED = 130  # what shells use for ^C
 
 
 class JobFailed(Exception):
-    """An attempt ended without success; its outcome decides whether Prefect's task tries again."""
+    """An attempt ended without success; ``may_pass`` says whether another one could end better."""
 
     def __init__(self, job: Job, outcome: Outcome) -> None:
         super().__init__(f"{job.label} {outcome.reason}")
-        self.outcome = outcome
+        self.may_pass = outcome.status is Status.RETRYABLE and not job.cancelled
 
 
 def say(sentence: str) -> None:
@@ -139,7 +139,7 @@ def _flow(job: Job, parts: Sequence[Job]) -> None:
         task_run_name="{label}",
         retries=job.limits.retries,
         retry_delay_seconds=job.limits.retry_delay_seconds,
-        retry_condition_fn=lambda task, run, state: _may_pass(state.result(raise_on_failure=False)),
+        retry_condition_fn=lambda task, run, state: getattr(state.result(raise_on_failure=False), "may_pass", False),
         cache_policy=NO_CACHE,
         persist_result=False,
     )
@@ -165,10 +165,6 @@ def _flow(job: Job, parts: Sequence[Job]) -> None:
         stage_flow()
 
 
-def _may_pass(error: object) -> bool:
-    return isinstance(error, JobFailed) and error.outcome.status is Status.RETRYABLE
-
-
 def _watch(parts: Sequence[Job], futures: "Sequence[PrefectFuture[None]]") -> None:
     """Wait for the end of all parts. One that is refused stops the others; what any other leaves, the rest takes over.
 
@@ -182,7 +178,8 @@ def _watch(parts: Sequence[Job], futures: "Sequence[PrefectFuture[None]]") -> No
             label, outcome = ended.get()
             if outcome is not None and outcome.status is Status.USER_ERROR:
                 return
-            if outcome is not None and outcome.status is not Status.OK:
+            others = any(part.outcome is None or part.outcome.status is Status.OK for part in parts)
+            if outcome is not None and outcome.status is not Status.OK and others:
                 say(f"{label} {outcome.reason}; the other jobs take over what it had left.")
     finally:
         _cancel(parts)

@@ -213,7 +213,7 @@ class Job:
         self._relay: Relay | None = None
         self._held: dict[str, int] = {}  # by GPU, the descriptor that holds its slot
         self._mutex = threading.Lock()  # held while the process is started or stopped
-        self._cancelled = False
+        self.cancelled = False
         self._locks = contextlib.ExitStack()
         self._started = 0.0
         self.started_at = 0.0
@@ -232,7 +232,7 @@ class Job:
     def try_start(self) -> bool:
         """Start the process if it isn't started, nor cancelled; False while too many slots of the host are taken."""
         with self._mutex:
-            if self._process is not None or self._cancelled:
+            if self._process is not None or self.cancelled:
                 return True
             self._take_slots()
             if self._held:
@@ -280,7 +280,7 @@ class Job:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(seconds)
             self.stop()
-            self.outcome = classify(code, self._relay.tail()) if code == 0 or not self._cancelled else _CANCELLED
+            self.outcome = classify(code, self._relay.tail()) if code == 0 or not self.cancelled else _CANCELLED
             return self.outcome
         if time.monotonic() - self._started > self.limits.deadline_seconds:
             self.stop()
@@ -309,10 +309,10 @@ class Job:
     def cancel(self) -> None:
         """Ask the process to end, and never start another; :meth:`stop` waits for that."""
         with processes.interrupts_deferred(), self._mutex:
-            self._cancelled = True
+            self.cancelled = True
             if self._process is not None and self._held:
                 processes.signal_group(self._process, signal.SIGTERM)
-            elif self.outcome is None or self.outcome.status is Status.RETRYABLE:
+            elif self.outcome is None:
                 self.outcome = _CANCELLED
 
     def reset(self) -> None:

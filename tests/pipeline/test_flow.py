@@ -152,6 +152,119 @@ def test_prefect_out_of_order_does_not_fail_the_job(project: Any) -> None:
     assert project.attempts("evaluate", "ok") == 1
 
 
+# A teacher that does nothing, in two parts that wait for each other; HOW_1of2 and so on say how they end.
+FAKE_TEACHER = """
+import os, sys, time
+from pathlib import Path
+from alambique.core.progress import Progress
+
+part = sys.argv[2].replace("/", "of") if len(sys.argv) > 2 else "whole"
+how, here = os.environ.get("HOW_" + part, "ok"), Path("seen")
+here.mkdir(exist_ok=True)
+with (here / part).open("a") as seen:
+    seen.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
+end = time.monotonic() + 60
+while not all((here / name).exists() for name in ("1of2", "2of2")):
+    assert time.monotonic() < end
+    time.sleep(0.02)
+if how == "killed":
+    os.kill(os.getpid(), 9)
+if how == "refused":
+    print("error: the value is wrong.", file=sys.stderr)
+    sys.exit(2)
+if how == "sleep":
+    time.sleep(300)
+with Progress("capture", total=1) as progress:
+    progress.update(1)
+    time.sleep(float(os.environ.get("FAKE_SECONDS", "0")))
+"""
+
+
+@pytest.fixture
+def in_two_parts(project: Any) -> Any:
+    """The command is `teacher tiny`, on a machine with two GPUs."""
+    (project.root / "params.yaml").write_text("{teacher: {}, teachers: {tiny: {model: x, capture: {}}}}")
+    (project.root / "pipeline/teacher.py").write_text(FAKE_TEACHER)
+    project.env["CUDA_VISIBLE_DEVICES"] = "4,GPU-b"
+    return project
+
+
+def seen_by(project: Any) -> dict[str, list[str]]:
+    """The GPUs of each attempt, by part."""
+    return {path.name: path.read_text().split() for path in (project.root / "seen").iterdir()}
+
+
+def test_parts_run_side_by_side_on_a_gpu_each_and_then_the_whole(in_two_parts: Any, prefect_server: str) -> None:
+    before = {run["id"] for run in runs_named(prefect_server, "teacher tiny")}
+    code, output = in_two_parts.run("teacher", "tiny", FAKE_SECONDS="4")
+    assert code == 0, output
+    assert seen_by(in_two_parts) == {"1of2": ["4"], "2of2": ["GPU-b"], "whole": ["4"]}
+    (run,) = [run for run in runs_named(prefect_server, "teacher tiny") if run["id"] not in before]
+    assert run["state_type"] == "COMPLETED"
+    tasks = ask(prefect_server, "/task_runs/filter", task_runs={"flow_run_id": {"any_": [run["id"]]}})
+    assert {(task["name"], task["state_type"]) for task in tasks} == {
+        (name, "COMPLETED") for name in ("teacher tiny 1/2", "teacher tiny 2/2", "teacher tiny")
+    }
+    artifacts = ask(prefect_server, "/artifacts/filter", artifacts={"flow_run_id": {"any_": [run["id"]]}})
+    assert {"progress-teacher-tiny-1-of-2", "progress-teacher-tiny-2-of-2"} <= {each["key"] for each in artifacts}
+
+
+def test_a_part_that_is_killed_again_and_again_leaves_its_work_to_the_others(in_two_parts: Any) -> None:
+    code, output = in_two_parts.run("teacher", "tiny", HOW_2of2="killed")
+    assert code == 0, output
+    assert {name: len(gpus) for name, gpus in seen_by(in_two_parts).items()} == {"1of2": 1, "2of2": 2, "whole": 1}
+    assert "teacher tiny 2/2 was killed" in output
+    assert "; the other jobs take over what it had left." in output
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "status"), [("sleep", "refused", 2), ("killed", "killed", 128 + 9)], ids=["refused", "in vain"]
+)
+def test_what_nobody_can_take_over_ends_the_stage(in_two_parts: Any, first: str, second: str, status: int) -> None:
+    code, output = in_two_parts.run("teacher", "tiny", HOW_1of2=first, HOW_2of2=second, ALAMBIQUE_JOB_RETRIES="0")
+    assert code == status, output
+    assert set(seen_by(in_two_parts)) == {"1of2", "2of2"}
+    assert ("error: the value is wrong." in output) == (status == 2)
+    assert_nothing_left(in_two_parts)
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "flow", "nobody"])
+def test_a_stop_reaches_all_parts(in_two_parts: Any, prefect_server: str, victim: str) -> None:
+    before = {run["id"] for run in runs_named(prefect_server, "teacher tiny")}
+    process = in_two_parts.start("teacher", "tiny", HOW_1of2="sleep", HOW_2of2="sleep")
+    wait_for(
+        lambda: any(
+            run["state_type"] == "RUNNING"
+            for run in runs_named(prefect_server, "teacher tiny")
+            if run["id"] not in before
+        ),
+        60,
+    )
+    if victim == "nobody":
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 130, in_two_parts.output()
+    else:
+        (flow,) = [
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if b"pipeline.flow\0teacher" in read(path) and parent_of(int(path.parent.name)) == process.pid
+        ]
+        os.kill(process.pid if victim == "supervisor" else flow, signal.SIGKILL)
+        assert process.wait(15) != 0
+    end = time.monotonic() + 10
+    while in_two_parts.left_behind():
+        assert time.monotonic() < end, in_two_parts.left_behind()
+        time.sleep(0.1)
+    assert_nothing_left(in_two_parts)
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 def test_without_a_server_a_stage_brings_its_own(bare_project: Any, prefect_database: Path) -> None:
     home = bare_project.root / ".prefect"
     home.mkdir()

@@ -117,6 +117,46 @@ def test_slots_are_counted_by_the_environment(here: Any, monkeypatch: pytest.Mon
         assert second.try_start()
 
 
+def test_a_job_on_several_gpus_gets_all_of_them_or_waits(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    with Job("distill", ["a", "sleep"]) as one, Job("distill", ["b", "ok"], gpus=3) as three:
+        assert one.try_start()
+        assert not three.try_start()
+        with Job("distill", ["c", "ok"], gpus=2) as two:  # what the waiting one could have, it doesn't hold
+            assert two.wait().status is Status.OK
+        one.stop()
+        assert three.wait().status is Status.OK
+    assert [(here.root / "seen" / f"distill-{name}").read_text().split()[1] for name in ("b-ok", "c-ok")] == [
+        "5,6,7",
+        "6,7",
+    ]
+
+
+def test_jobs_beside_each_other_share_a_gpu_or_the_cpu(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus in ("", "3"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        with Job("distill", ["a", "ok"], beside=2) as first, Job("distill", ["b", "ok"], beside=2) as second:
+            assert first.try_start()
+            assert second.try_start()
+            assert (first.wait().status, second.wait().status) == (Status.OK, Status.OK)
+    assert (here.root / "seen" / "distill-b-ok").read_text().split()[-1] == "3"
+
+
+def test_a_cancelled_job_ends_and_is_not_started_again(here: Any) -> None:
+    with Job("distill", ["sleep"]) as job, Job("distill", ["ok"]) as waiting:
+        job.try_start()
+        pids = here.started_pids()
+        assert not waiting.try_start()
+        for each in (waiting, job):
+            each.cancel()
+        outcome = job.wait()
+        assert (outcome.status, outcome.reason) == (Status.RESUMABLE, "was stopped and can be resumed")
+        job.reset()
+        assert waiting.wait().status is Status.RESUMABLE
+        assert (job.attempts, waiting.attempts) == (1, 0)
+    assert not any(_lives(pid) for pid in pids)
+
+
 def test_a_killed_holder_frees_the_slot_when_its_job_has_ended(here: Any) -> None:
     code = """
 import time
