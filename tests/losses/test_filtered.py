@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from alambique import LossConfig, distillation_loss
+from alambique.losses import filtered
 from alambique.losses.filtered import hidden_gradient, select
 from tests.losses.problems import Case, grads, make_case, top_k
 
@@ -86,7 +87,9 @@ def test_nothing_to_learn_and_nothing_asked() -> None:
     assert quiet.filter_error is None
 
 
-def test_low_precision_and_a_buffer() -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "emulated"])
+def test_low_precision_and_a_buffer(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filtered, "multiplies", lambda dtype, device_type: native)
     case = tailed()
     _, expected = grads(case, LossConfig(), "dense", scale=1.0)
     buffer = torch.ones_like(case.weight, dtype=torch.float32)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from alambique import LossConfig, distillation_loss
+from alambique.losses import filtered
 from alambique.losses.distillation import PATHS
 from tests.losses.problems import top_k
 
@@ -28,7 +29,12 @@ def gradients(near: bool, impl: str, dtype: torch.dtype, config: LossConfig) -> 
 @pytest.mark.parametrize("impl", PRECISE)
 @pytest.mark.parametrize("near", [True, False], ids=["near", "far"])
 @pytest.mark.parametrize("weight_grad", ["accurate", "compact"])
-def test_error_is_at_most_one_percent(near: bool, impl: str, weight_grad: str) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "emulated"])
+def test_error_is_at_most_one_percent(
+    near: bool, impl: str, weight_grad: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the CPU has bfloat16 products, so that each host tests both ways."""
+    monkeypatch.setattr(filtered, "multiplies", lambda dtype, device_type: native)
     config = LossConfig(weight_grad=weight_grad, chunk_budget_mib=2)  # chunks of 128 tokens
     exact = gradients(near, "dense", torch.float64, config)
     for mine, truth in zip(gradients(near, impl, torch.bfloat16, config), exact, strict=True):

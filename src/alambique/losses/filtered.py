@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from alambique.core.measure import multiplies
+
 # Source: kept columns grow with the chunk, and a GEMM of 512 tokens is still compute-bound on a CPU.
 FILTER_TOKENS = 512
 _ENERGY_ROWS = 16  # source: measured on a CPU, 9 ms against 24 ms with 128 rows of 49,152 columns
@@ -68,15 +70,25 @@ def _column_energies(dz_CV: Tensor) -> Tensor:
     return energy_V
 
 
+def product_dtype(operand: Tensor) -> torch.dtype:
+    """The dtype in which products for gradients take their operands: the given one's, or float32 if it is emulated."""
+    return operand.dtype if multiplies(operand.dtype, operand.device.type) else torch.float32
+
+
 def hidden_gradient(found: Columns, weight_VD: Tensor, out_CD: Tensor) -> None:
     """DH of the chunk: kept columns, and the dropped ones' mean as one column more."""
-    dtype = weight_VD.dtype
-    mean_D = found.weight_V.to(dtype) @ weight_VD
+    mean_D = found.weight_V.to(weight_VD.dtype) @ weight_VD
+    dtype = product_dtype(weight_VD)
     dz_CY = torch.cat([found.dz_CX, found.dropped_C[:, None]], 1).to(dtype)
-    torch.mm(dz_CY, torch.cat([weight_VD.index_select(0, found.ids_X), mean_D[None]]), out=out_CD)
+    weight_YD = torch.cat([weight_VD.index_select(0, found.ids_X), mean_D[None]]).to(dtype)
+    if dtype == out_CD.dtype:
+        torch.mm(dz_CY, weight_YD, out=out_CD)
+    else:
+        out_CD.copy_(dz_CY @ weight_YD)
 
 
 def add_weight_gradient(found: Columns, hidden_CD: Tensor, sum_VD: Tensor) -> None:
     """Add the kept columns' rows of dW."""
-    product_XD = torch.mm(found.dz_CX.to(hidden_CD.dtype).t(), hidden_CD)
+    dtype = product_dtype(hidden_CD)
+    product_XD = torch.mm(found.dz_CX.to(dtype).t(), hidden_CD.to(dtype))
     sum_VD.index_add_(0, found.ids_X, product_XD.to(sum_VD.dtype))

@@ -2,8 +2,8 @@
 
 Operands have the hidden states' dtype; products are summed in the compute dtype. CPUs have no matrix product that
 returns float32 from bfloat16 operands (torch 2.13). There, logits are made from operands upcast block by block of the
-head, which is exact since every bfloat16 is a float32, and takes twice the time of a bfloat16 product; products for
-gradients are rounded once per chunk and summed in float32.
+head, which is exact since every bfloat16 is a float32; products for gradients are rounded once per chunk and summed in
+float32. On a CPU that only emulates bfloat16 products, eight times slower, those too are made from upcast operands.
 
 Dimension letters: C tokens of the chunk, V columns, D hidden size, N tokens.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alambique.losses.filtered import add_weight_gradient, hidden_gradient, select
+from alambique.losses.filtered import add_weight_gradient, hidden_gradient, product_dtype, select
 from alambique.losses.objective import FLOOR
 
 _BLOCK_BYTES = 16 << 20  # assumption: rows of the head handled at a time on a CPU; large for a GEMM, small by a chunk
@@ -92,9 +92,9 @@ class Gradients:
         if self.tolerance > 0:
             self._add_filtered(head, hidden_CD, dz_CV, start)
             return
-        dz_CV = rounded(dz_CV, hidden_CD.dtype)
+        dz_CV = rounded(dz_CV, product_dtype(hidden_CD))
         if self.hidden_ND is not None:
-            torch.mm(dz_CV, head.weight_VD, out=self.hidden_ND[start : start + hidden_CD.shape[0]])
+            _hidden_product(dz_CV, head.weight_VD, self.hidden_ND[start : start + hidden_CD.shape[0]])
         if self.weight_VD is not None:
             add_product(self.weight_VD[: head.columns], dz_CV.t(), hidden_CD, self.fresh)
             self.fresh = False
@@ -129,9 +129,25 @@ def _exact_product(hidden_CD: Tensor, weight_VD: Tensor, z_CV: Tensor) -> None:
         torch.mm(hidden_CD, part_BD.t(), out=z_CV[:, start : start + block])
 
 
+def _hidden_product(dz_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
+    """Fill ``out_CD`` with dz · weight."""
+    if dz_CV.dtype == weight_VD.dtype:
+        torch.mm(dz_CV, weight_VD, out=out_CD)
+        return
+    sum_CD = dz_CV.new_empty(out_CD.shape)
+    block = max(1, _BLOCK_BYTES // (4 * weight_VD.shape[1]))
+    for start in range(0, weight_VD.shape[0], block):
+        add_product(sum_CD, dz_CV[:, start : start + block], weight_VD[start : start + block], fresh=start == 0)
+    out_CD.copy_(sum_CD)
+
+
 def add_product(sum_RC: Tensor, left_RX: Tensor, right_XC: Tensor, fresh: bool) -> None:
-    """Add left · right to the sum, or overwrite it when ``fresh``; the operands may be of a lower precision."""
+    """Add left · right to the sum, or overwrite it when ``fresh``.
+
+    The operands may be of a lower precision than the sum; right is brought to left's.
+    """
     beta = 0 if fresh else 1
+    right_XC = right_XC.to(left_RX.dtype)
     if sum_RC.dtype == left_RX.dtype:
         torch.addmm(sum_RC, left_RX, right_XC, beta=beta, out=sum_RC)
         return
@@ -152,7 +168,7 @@ def rounded(dz_CV: Tensor, dtype: torch.dtype) -> Tensor:
 
     Row r moves from bytes 4Vr to 2Vr. Runs of rows [1, 2), [2, 4), [4, 8), … move without touching rows still to come.
     """
-    if dz_CV.dtype == dtype:
+    if dz_CV.element_size() <= dtype.itemsize:
         return dz_CV
     half_CV = dz_CV.view(dtype).view(-1)[: dz_CV.numel()].view(dz_CV.shape)
     half_CV[:1] = dz_CV[:1].clone()

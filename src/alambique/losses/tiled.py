@@ -15,6 +15,7 @@ from torch import Tensor
 from alambique.core.errors import UserError
 from alambique.core.signal import TopKSignal
 from alambique.losses.chunked import student_head
+from alambique.losses.filtered import product_dtype
 from alambique.losses.fused import Inputs, Wanted, gradient_in_backward, new_gradients
 from alambique.losses.objective import LogSum, compare, locate, pick_labels, portion, spread, strip
 from alambique.losses.project import Gradients, Head, add_product, rounded
@@ -134,7 +135,7 @@ def _pull_block(tiles: _Tiles, hidden_CD: Tensor, rows: slice, scan: _Scan, task
         tiles.head.pull_back(z_CV, tanh_CV)
         if gradients.bias_V is not None:
             gradients.bias_V[start:stop] += z_CV.sum(0)
-        dz_CV = rounded(z_CV, hidden_CD.dtype)
+        dz_CV = rounded(z_CV, product_dtype(hidden_CD))
         if sum_CD is not None:
             add_product(sum_CD, dz_CV, tiles.head.weight_VD[start:stop], fresh=start == 0)
         if gradients.weight_VD is not None:
