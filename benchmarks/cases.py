@@ -94,6 +94,12 @@ _TRAIN_CODE = (
     *(f"src/alambique/{name}" for name in ("losses", "kernels", "models/load.py", "train", "core/signal.py")),
     *(f"benchmarks/{name}.py" for name in ("methods", "pairs", "train")),
 )
+_LADDER_TESTS = (
+    "tests/cache/test_donors.py",
+    "tests/cache/test_sampled.py",
+    *(f"tests/losses/test_{name}.py" for name in ("objective", "targets", "distillation")),
+    *(f"tests/train/test_{name}.py" for name in ("step", "optimiser")),
+)
 _LADDER_CODE = (
     *(
         f"src/alambique/{name}"
@@ -137,7 +143,7 @@ CASES: dict[str, Case] = {
     "ladder": Case(
         "what truncation, tails and K cost the student, against the full divergence",
         "benchmarks.ladder",
-        ("tests/benchmarks/test_ladder.py", "tests/test_heldout.py", "tests/train", "tests/cache", "tests/losses"),
+        ("tests/benchmarks/test_ladder.py", "tests/test_heldout.py", *_LADDER_TESTS),
         _LADDER_CODE,
     ),
 }

@@ -1,7 +1,8 @@
 """One run of the ladder: a student trained on one rung with one seed, its first gradient, and what became of it.
 
 The teacher runs once over all rows; its hidden states are kept, and everything else is made from them: the caches, the
-signal of the live teacher, and the teacher's side of the held-out comparison.
+signal of the live teacher, and the teacher's side of the held-out comparison. All is in float32: objectives are
+compared here, not precisions, and a CPU without bfloat16 instructions takes eight times as long in it (measured).
 
 Dimensions: R rows, B rows of a batch, S positions, N tokens, D hidden size, V vocabulary.
 """
@@ -121,7 +122,9 @@ class Pair:
         # The largest K first: the smaller ones are cut from it.
         settings = [rung for rung in rungs.values() if rung.capture is not None]
         for rung in sorted({rung.cache: rung for rung in settings}.values(), key=_kept_entries, reverse=True):
-            config = CaptureConfig.model_validate({**found.capture.model_dump(), **(rung.capture or {})})
+            config = CaptureConfig.model_validate(
+                {**found.capture.model_dump(), "dtype": "float32", **(rung.capture or {})}
+            )
             out, store = folder / "caches" / rung.cache, folder / "blocks"
             capture(data.train, lambda: teacher, out, store, {}, config, vocab_size, options.device)
             caches[rung.cache] = TeacherCache.open(out)
@@ -185,7 +188,7 @@ def _quick(folder: Path) -> _Sources:
 
 def _replay(path: Path, splits: dict[str, PackedRows], folder: Path, device: torch.device) -> Replay:
     """Load the teacher and let it read all rows, unless ``folder`` has its hidden states already."""
-    teacher = SplitModel(load_model(path, dtype="bfloat16", device=device))
+    teacher = SplitModel(load_model(path, dtype="float32", device=device))
     kept = folder / f"states-{sha256_json([rows.row_hashes() for rows in splits.values()])[:12]}.safetensors"
     if not kept.is_file():
         total = sum(rows.num_rows * rows.seq_len for rows in splits.values())
@@ -244,6 +247,7 @@ def _start(pair: Pair, rung: Rung, seed: int) -> tuple[Setup, Run]:
         "seed": seed,
         "steps": pair.plan.steps,
         "method": "online" if rung.capture is None else "fused",
+        "precision": "fp32",
         "loss": {**pair.config.loss.model_dump(), **rung.loss},
     }
     config = DistillConfig.model_validate({**pair.config.model_dump(), **changes})
@@ -282,7 +286,7 @@ def angle_degrees(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> float:
 
 
 def measure(pair: Pair, student: SplitModel) -> dict[str, float]:
-    """Held-out figures of a student, which is cast to bfloat16 for it, as the pipeline evaluates."""
+    """Held-out figures of a student."""
     found = _heldout(pair, student)
     return {name: found[key]["student"] for name, key in _FIGURES.items()}
 
@@ -299,7 +303,7 @@ def untrained(pair: Pair) -> list[dict[str, Any]]:
 
 
 def _heldout(pair: Pair, student: SplitModel) -> dict[str, Any]:
-    student.model.bfloat16().eval()
+    student.model.eval()
     teacher: Any = pair.teacher
     return heldout(
         teacher, {"student": student}, pair.valid, pair.vocab_size, HeldoutConfig.model_validate({}), pair.device

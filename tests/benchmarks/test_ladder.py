@@ -75,9 +75,9 @@ def _lines(folder: Path) -> list[str]:
 def test_kept_hidden_states_give_the_live_teacher_s_gradient(climbed: tuple[Path, Outcome]) -> None:
     folder, _ = climbed
     pair = Pair.open(QUICK, RUNGS, folder, OPTIONS)
-    live: Any = SplitModel(load_model(folder / "teacher", dtype="bfloat16", device=OPTIONS.device))
+    live: Any = SplitModel(load_model(folder / "teacher", dtype="float32", device=OPTIONS.device))
     kept, ran = (gradient(p, RUNGS[ONLINE], seed=1) for p in (pair, replace(pair, teacher=live)))
-    assert angle_degrees(kept, ran) < 0.5  # batches of 8 and of 1 row round differently in bfloat16
+    assert angle_degrees(kept, ran) < 0.01  # batches of 8 and of 1 row may round differently
     assert angle_degrees(kept, gradient(pair, RUNGS["bucket"], seed=1)) > 5
 
 
