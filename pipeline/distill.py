@@ -34,6 +34,7 @@ from alambique.core.files import (
 from alambique.core.measure import default_device, device_name, versions
 from alambique.core.params import Config, Params, validate
 from alambique.core.places import work_dir
+from alambique.core.sources import parse
 from alambique.data.dataset import PreparedData
 from alambique.models.fetch import fetch_model
 from alambique.models.load import SplitModel, load_model, load_tokenizer, tokenizer_sha256
@@ -41,6 +42,7 @@ from alambique.train.config import DistillConfig
 from alambique.train.export import export_model, model_card
 from alambique.train.loop import distill
 from alambique.train.state import CurvePoint, DistillResult, Interrupted
+from alambique.train.validation import Validate, validator
 from pipeline.job import code_of, fingerprint, job_main, leave
 
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: a checkpoint is saved, run the same command again
@@ -80,22 +82,25 @@ def _run(pair: str, stop: threading.Event) -> None:
     inputs = Inputs.open(resolved.teacher, pair)
     out = Path(f"artifacts/distill/{pair}")
     require_free_space(out.parent, inputs.student_bytes, f"the distilled {pair}")
-    config, device = resolved.distill, default_device()
+    device = default_device()
+    config = resolved.distill.resolved(device)
     if config.method != "online":  # which reads no cache
         require_tail(inputs.cache.sampled, config.loss.tail, str(inputs.cache.path))
     scratch = work_dir() / "distill" / fingerprint("distill", resolved, *inputs.manifests)
     tokenizer = load_tokenizer(inputs.student)
+    teacher, validate = inputs.teacher_and_validation(config, device)
     student = SplitModel(load_model(inputs.student, dtype="float32", device=device, attention=config.attention))
     student.check()
     result = distill(
         student,
         inputs.data.train,
-        inputs.live_teacher(device) if config.method == "online" else inputs.cache,
+        teacher,
         config,
         vocab_size=inputs.vocab_size,
         scratch=scratch,
         device=device,
         stop=stop.is_set,
+        validate=validate,
     )
     lineage = inputs.lineage()
     facts = {
@@ -107,7 +112,8 @@ def _run(pair: str, stop: threading.Event) -> None:
         "versions": versions(),
         "device": device_name(device),
     }
-    export_model(student.model, tokenizer, out, config.precision, model_card(pair, result, config, lineage), facts)
+    card = model_card(pair, result, config, lineage, inputs.hub_header())
+    export_model(student.model, tokenizer, out, config.precision, card, facts)
     _write_results(pair, result, device_name(device))
     shutil.rmtree(scratch, ignore_errors=True)  # checkpoints have served; a run of one stop may have made none
 
@@ -147,6 +153,18 @@ class Inputs:
         """Ids that mean the same token to teacher and student; the student stage compared them by content."""
         return self.cache.vocab_size
 
+    def teacher_and_validation(
+        self, config: DistillConfig, device: torch.device
+    ) -> tuple[TeacherCache | SplitModel, Validate | None]:
+        """What to train against, and the comparison on the valid rows if there is one.
+
+        A teacher that only that comparison needs has read its rows and is gone before the student is loaded.
+        """
+        online, validating = config.method == "online", config.validate_every is not None
+        live = self.live_teacher(device) if online or validating else None
+        validate = validator(live, self.data.valid, self.vocab_size, config, device) if live and validating else None
+        return (live if online and live else self.cache), validate
+
     def live_teacher(self, device: torch.device) -> SplitModel:
         """The model that was captured, in the precision in which it was.
 
@@ -171,6 +189,14 @@ class Inputs:
         """Size of the student's weights, which the trained ones won't exceed by more than fp32 over bf16."""
         return 2 * int(self.student_manifest["bytes"])
 
+    def hub_header(self) -> dict[str, list[str]]:
+        """What a model card's header names of the Hub: the model that was trained, and the texts."""
+        header = {
+            "base_model": _hub_repositories(self.student_manifest, ""),
+            "datasets": _hub_repositories(self.data.manifest, "datasets/"),
+        }
+        return {key: names for key, names in header.items() if names}
+
     def lineage(self) -> dict[str, str]:
         """Where the result comes from: sources by URI, folders by the hash of their manifest, code by its hash."""
         prepared, captured, student = (sha256_file(path) for path in self.manifests)
@@ -185,6 +211,13 @@ class Inputs:
             "student (sha256 of manifest)": student,
             "code (sha256)": sha256_json({str(path): sha256_file(path) for path in code_of("distill")}),
         }
+
+
+def _hub_repositories(manifest: dict[str, Any], prefix: str) -> list[str]:
+    places = [
+        source.place for source in (parse(found["uri"]) for found in manifest["sources"]) if source.scheme == "hf"
+    ]
+    return [place.removeprefix(prefix) for place in places if place.startswith(prefix)]
 
 
 def _sources(manifest: dict[str, Any]) -> str:
@@ -208,7 +241,11 @@ def _stop_on_sigterm() -> Iterator[threading.Event]:
 
 def _write_results(pair: str, result: DistillResult, device: str) -> None:
     """The numbers of the run as JSON, and its curve as CSV, in which nothing depends on the clock."""
-    measured = {key: value for key, value in dataclasses.asdict(result).items() if key != "curve"}
+    measured = dataclasses.asdict(result)
+    del measured["curve"]
+    by_step = {str(found.pop("step")): found for found in measured.pop("validations")}  # DVC's metrics know no lists
+    if by_step:
+        measured["validation"] = by_step
     first, last = result.curve[0], result.curve[-1]
     losses = {"loss_nats": {"first": first.loss_nats, "last": last.loss_nats}}
     write_json(Path(f"results/distill/{pair}.json"), {**measured, **losses, "device": device})

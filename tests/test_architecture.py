@@ -126,7 +126,7 @@ MAY_IMPORT = {
     "core": (),
     **dict.fromkeys(SIBLINGS, ("core",)),
     "losses": ("core", "kernels"),
-    "train": ("core", *SIBLINGS),
+    "train": ("core", *SIBLINGS, "heldout"),
     "evaluate": ("core", *SIBLINGS),
     "scoring": ("core", *SIBLINGS, "evaluate"),
     "heldout": ("core", *SIBLINGS),

@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from alambique.core.errors import UserError
 from alambique.core.files import read_json, sha256_file, write_json, write_manifest
+from alambique.core.measure import fast_dtype
 from alambique.core.params import Params
 from alambique.core.progress import PROGRESS_FILE
 from alambique.core.sources import content_sha256
-from alambique.data.dataset import PackedRows
-from alambique.models.load import load_tokenizer, tokenizer_sha256
+from alambique.data.dataset import PackedRows, PreparedData
+from alambique.heldout import HeldoutConfig, heldout
+from alambique.models.load import SplitModel, load_model, load_tokenizer, tokenizer_sha256
 from pipeline import distill, student, teacher
 from tests.tiny_models import save_model, tiny_model, tiny_tokenizer
 
@@ -113,13 +115,13 @@ def whole(upstream: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_the_student_loads_and_generates(project: Path) -> None:
     distill.run("half")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(OUT), AutoTokenizer.from_pretrained(OUT)
-    assert model.dtype == torch.bfloat16
+    assert model.dtype == getattr(torch, fast_dtype(torch.device("cpu")))
     assert model.config.num_hidden_layers == 2
     assert model.get_input_embeddings().weight.shape[0] == 320
     prompt = tokenizer("the cat", return_tensors="pt")
     written = model.generate(**prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert written.shape[1] == prompt["input_ids"].shape[1] + 5
-    before = AutoModelForCausalLM.from_pretrained("artifacts/student/half", dtype=torch.bfloat16)
+    before = AutoModelForCausalLM.from_pretrained("artifacts/student/half", dtype=model.dtype)
     assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
 
 
@@ -181,6 +183,23 @@ def test_online_refuses_another_teacher_than_the_captured_one(project: Path) -> 
         f"{params()['teachers']['big']['model']} is no longer the model or tokenizer that artifacts/teacher/big was "
         "captured from: capture it again (`dvc repro`)."
     )
+
+
+def test_validation_names_the_best_and_ships_it(project: Path) -> None:
+    change(validate_every=2, keep="best")
+    distill.run("half")
+    results = read_json(RESULTS)
+    assert list(results["validation"]) == ["2", "4", "6"]
+    kls = {step: found["kl_nats"] for step, found in results["validation"].items()}
+    assert results["shipped_step"] == int(min(kls, key=lambda step: kls[step]))
+    assert results["mfu"] is None  # nobody knows what a CPU can do
+    data = PreparedData.open(Path("artifacts/prepare/big"))
+    models = [
+        SplitModel(load_model(path, dtype="float32", device=torch.device("cpu"))) for path in (Path("model"), OUT)
+    ]
+    found = heldout(models[0], {"s": models[1]}, data.valid, VOCAB, HeldoutConfig(), torch.device("cpu"))
+    assert found["kl_nats"]["s"] == pytest.approx(min(kls.values()), rel=0.02)  # shipped in bf16
+    assert f"the weights after step {results['shipped_step']}." in (OUT / "README.md").read_text()
 
 
 def test_a_second_run_ships_the_same_bytes(project: Path, whole: dict[str, bytes]) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from tiny_run import make_config, make_student
 
+from alambique.core.errors import UserError
 from alambique.train import checkpoint
 from alambique.train.optimiser import adamw
 
@@ -60,6 +61,30 @@ def test_two_are_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
     three_checkpoints(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
     assert {p.suffix for p in tmp_path.rglob("*") if p.is_file()} == {".safetensors", ".json"}
+
+
+def test_a_spared_one_stays_beside_the_last_two(tmp_path: Path) -> None:
+    model, optimiser = fresh()
+    for step in range(1, 6):
+        update(model, optimiser, seed=step)
+        checkpoint.save(tmp_path, step, model, optimiser, {}, spare=1 if step < 5 else 4)
+        if step == 4:
+            assert [checkpoint.is_there(tmp_path, step) for step in (1, 2, 3, 4)] == [True, False, True, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000005"]
+
+
+def test_the_weights_of_one_step_can_be_had_alone(tmp_path: Path) -> None:
+    states = three_checkpoints(tmp_path)
+    model, optimiser = fresh()
+    checkpoint.load_weights(tmp_path, 2, model)
+    loaded = [p.detach() for p in model.parameters()]
+    assert all(map(torch.equal, loaded, states[2][: len(loaded)]))
+    assert not optimiser.state
+    flip_a_byte(tmp_path / "step_00000003/weights.safetensors")
+    with pytest.raises(
+        UserError, match=r"the best one, is damaged \(weights.safetensors doesn't match its hash\): set"
+    ):
+        checkpoint.load_weights(tmp_path, 3, model)
 
 
 def flip_a_byte(path: Path) -> None:
@@ -118,5 +143,6 @@ def test_the_space_needed_leaves_out_what_is_there(tmp_path: Path) -> None:
     model, _ = fresh()
     numel = sum(p.numel() for p in model.parameters())
     assert checkpoint.bytes_needed(model, tmp_path) == 3 * 12 * numel
+    assert checkpoint.bytes_needed(model, tmp_path, spared=1) == 4 * 12 * numel
     three_checkpoints(tmp_path)
     assert 0.5 * 12 * numel < checkpoint.bytes_needed(model, tmp_path) <= 12 * numel

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from alambique.core.errors import UserError
 from alambique.core.params import validate
@@ -46,7 +47,21 @@ def test_a_mistyped_key_names_the_right_one() -> None:
         validate(DistillConfig, {"learning_rat": 1e-4}, "params.yaml: distill")
 
 
+def test_the_best_needs_a_measure() -> None:
+    with pytest.raises(UserError, match=r"keep: best needs a measure of better: set validate_every, in steps"):
+        validate(DistillConfig, {"keep": "best"}, "params.yaml: distill")
+    assert DistillConfig.model_validate({"keep": "best", "validate_every": 10}).validate_every == 10
+
+
 @pytest.mark.parametrize(("key", "value"), [("learning_rate", 0), ("beta2", 1), ("warmup_ratio", 1), ("epochs", -1)])
 def test_values_out_of_range_are_refused(key: str, value: float) -> None:
     with pytest.raises(UserError, match=f"distill: {key} = {value} should be"):
         validate(DistillConfig, {key: value}, "params.yaml: distill")
+
+
+def test_auto_precision_is_what_the_device_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype, precision in (("bfloat16", "bf16"), ("float32", "fp32")):
+        monkeypatch.setattr("alambique.train.config.fast_dtype", lambda device, dtype=dtype: dtype)
+        assert DistillConfig().resolved(torch.device("cpu")).precision == precision
+        for asked in ("bf16", "fp32"):
+            assert DistillConfig(precision=asked).resolved(torch.device("cpu")).precision == asked

@@ -3,11 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tiny_run import make_config, make_student, train
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from alambique.train.export import export_model, model_card
+from alambique.train.state import Validation
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -52,7 +54,12 @@ def test_a_failed_export_leaves_the_old_model(tmp_path: Path, tokenizer: PreTrai
 def test_the_card_tells_lineage_and_budget_and_no_time(tmp_path: Path) -> None:
     config = make_config(loss={"tail": "renormalise"})
     _, result = train(tmp_path, loss={"tail": "renormalise"})
-    card = model_card("a_pair", result, config, {"teacher": "`file:teacher`", "corpus": "`file:corpus`"})
+    lineage = {"teacher": "`file:teacher`", "corpus": "`file:corpus`"}
+    hub = {"base_model": ["org/teacher"], "datasets": ["org/text", "org/more"]}
+    card = model_card("a_pair", result, config, lineage, hub)
+    assert ModelCard(card).data.to_dict() == {
+        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["knowledge-distillation"], **hub
+    }  # fmt: skip
     assert "# a_pair\n" in card
     assert "| teacher | `file:teacher` |\n| corpus | `file:corpus` |" in card
     assert "forward_kl with tail `renormalise`" in card
@@ -60,4 +67,10 @@ def test_the_card_tells_lineage_and_budget_and_no_time(tmp_path: Path) -> None:
     first, last = result.curve[0].loss_nats, result.curve[-1].loss_nats
     assert f"{first:.4f} nats at the first step, {last:.4f} at the last" in card
     slower = replace(result, seconds=99.0, tokens_per_s=0.1, tflop_per_s=0.2, peak_mib=3.0, resumed_from_step=4)
-    assert model_card("a_pair", slower, config, {"teacher": "`file:teacher`", "corpus": "`file:corpus`"}) == card
+    assert model_card("a_pair", slower, config, lineage, hub) == card
+    assert "On held-out rows" not in card
+    validated = replace(result, shipped_step=4, validations=[Validation(4, 0.25, 0.5, 12.0, 0.0625)])
+    card = model_card("a_pair", validated, config, lineage, {})
+    assert "These are the weights after step 4." in card
+    assert "| 4 | 0.2500 | 0.5000 | 12.00 | 0.0625 |" in card
+    assert "base_model" not in card

@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import random
+import shutil
 import signal
 import time
 import types
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
+from safetensors.torch import load_file
 from tiny_run import NUM_ROWS, SEQ_LEN, make_rows, make_student, train
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alambique.core.errors import UserError
 from alambique.core.progress import PROGRESS_FILE
@@ -178,6 +181,104 @@ def test_dashboards_see_loss_rate_and_speed(tmp_path: Path, monkeypatch: pytest.
     assert [line["learning_rate"] for line in shown] == [point.learning_rate for point in result.curve]
     assert shown[-1]["done"] == shown[-1]["total"] == result.num_tokens
     assert shown[-1]["tokens_per_s"] > 0
+
+
+# ---- validation
+
+
+class Scripted:
+    """A validation whose divergences are given, one for each call; it keeps what the student was at each."""
+
+    def __init__(self, *kls: float) -> None:
+        self.kls, self.seen = list(kls), list[dict[str, torch.Tensor]]()
+
+    def __call__(self, student: SplitModel) -> dict[str, float]:
+        student.model.eval()
+        self.seen.append({name: value.clone() for name, value in weights(student).items()})
+        return {"kl_nats": self.kls.pop(0), "agreement": 0.5, "perplexity": 9.0, "calibration_error": 0.1}
+
+
+def test_validation_comes_on_schedule_and_after_the_last_step_and_changes_nothing(
+    whole: tuple[SplitModel, DistillResult], tmp_path: Path
+) -> None:
+    scripted = Scripted(0.3, 0.2)
+    student, result = train(tmp_path, precision="fp32", validate_every=4, validate=scripted)
+    assert [found.step for found in result.validations] == [4, 6]
+    assert [found.kl_nats for found in result.validations] == [0.3, 0.2]
+    assert same_weights(student, whole[0])
+    assert result.curve == whole[1].curve
+    assert result.validation_seconds > 0
+    assert student.model.training
+
+
+@pytest.mark.parametrize(("kls", "shipped"), [((0.3, 0.1, 0.2), 4), ((0.1, 0.2, 0.3), 2), ((0.3, 0.2, 0.1), 6)])
+def test_the_best_is_kept_however_many_steps_follow(tmp_path: Path, kls: tuple[float, ...], shipped: int) -> None:
+    scripted = Scripted(*kls)
+    student, result = train(tmp_path, validate_every=2, keep="best", checkpoint_every_steps=1, validate=scripted)
+    assert result.shipped_step == shipped
+    assert len(result.curve) == result.steps == 6
+    assert all(torch.equal(value, scripted.seen[shipped // 2 - 1][name]) for name, value in weights(student).items())
+
+
+@pytest.mark.parametrize("polls", [5, 9])
+def test_the_best_survives_a_stop(tmp_path: Path, polls: int) -> None:
+    """Stopped in the third and in the fifth step: the best is of the second, or of the fourth."""
+    whole, result = train(tmp_path / "a", validate_every=2, keep="best", validate=Scripted(0.2, 0.1, 0.3))
+    kls = Scripted(0.2, 0.1, 0.3)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "b", validate_every=2, keep="best", validate=kls, stop=stop_after(polls))
+    resumed, rest = train(tmp_path / "b", validate_every=2, keep="best", validate=kls)
+    assert rest.resumed_from_step == polls // 2
+    assert (rest.shipped_step, rest.validations, rest.curve) == (4, result.validations, result.curve)
+    assert same_weights(resumed, whole)
+
+
+def test_a_damaged_best_is_refused(tmp_path: Path) -> None:
+    class Damaging(Scripted):
+        def __call__(self, student: SplitModel) -> dict[str, float]:
+            if len(self.kls) == 1:
+                path = tmp_path / "step_00000003" / "weights.safetensors"
+                path.write_bytes(path.read_bytes()[:-1])
+            return super().__call__(student)
+
+    with pytest.raises(
+        UserError, match=r"checkpoint .*step_00000003, the best one, is damaged .*: set distill.keep: l"
+    ):
+        train(tmp_path, validate_every=3, keep="best", validate=Damaging(0.1, 0.2))
+
+
+def test_dashboards_see_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROGRESS_FILE, str(tmp_path / "progress"))
+    train(tmp_path / "scratch", validate_every=3, validate=Scripted(0.3, 0.2))
+    lines = [json.loads(line) for line in (tmp_path / "progress").read_text().splitlines()]
+    assert [line["valid_kl_nats"] for line in lines if "valid_kl_nats" in line] == [0.3, 0.2]
+
+
+# ---- compiled layers
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="nothing to compile with")
+def test_compiled_layers_learn_the_same(whole: tuple[SplitModel, DistillResult], tmp_path: Path) -> None:
+    student, result = train(tmp_path, precision="fp32", compile=True, epochs=2)
+    assert all(
+        layer._compiled_call_impl is not None  # type: ignore[attr-defined]
+        for layer in student.model.modules()
+        if isinstance(layer, GradientCheckpointingLayer)
+    )
+    losses = [point.loss_nats for point in result.curve]
+    assert losses == pytest.approx([point.loss_nats for point in whole[1].curve], rel=1e-3)
+    assert result.tflop_per_s > 0  # counted before anything was compiled
+    student.model.save_pretrained(tmp_path / "out")
+    assert {name.split(".")[0] for name in load_file(tmp_path / "out/model.safetensors")} == {"model"}
+
+
+def test_without_a_compiler_nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(UserError, match=r"distill.compile needs a C\+\+ compiler, and there is no g\+\+ or clang"):
+        train(tmp_path, compile=True)
 
 
 # ---- real kills of real processes

@@ -67,7 +67,8 @@ def make_live_teacher() -> SplitModel:
 
 def make_config(**changes: Any) -> DistillConfig:
     settings = {
-        "rows_per_step": 4, "micro_batch_rows": 2, "epochs": 2, "learning_rate": 1e-2, "checkpoint_every_steps": 1
+        "rows_per_step": 4, "micro_batch_rows": 2, "epochs": 2, "learning_rate": 1e-2, "checkpoint_every_steps": 1,
+        "precision": "bf16",
     }  # fmt: skip
     return DistillConfig.model_validate({**settings, **changes})
 
@@ -79,10 +80,10 @@ def step_rows(step: int) -> list[int]:
 
 def train(scratch: Path, student: SplitModel | None = None, **changes: Any) -> tuple[SplitModel, DistillResult]:
     student, rows = student or make_student(), make_rows()
-    stop = changes.pop("stop", lambda: False)
+    hooks = {"stop": changes.pop("stop", lambda: False), "validate": changes.pop("validate", None)}
     teacher: Any = make_live_teacher() if changes.get("method") == "online" else RandomTeacher(rows)
     result = distill(
-        student, rows, teacher, make_config(**changes), vocab_size=VOCAB, scratch=scratch, device=CPU, stop=stop
+        student, rows, teacher, make_config(**changes), vocab_size=VOCAB, scratch=scratch, device=CPU, **hooks
     )
     return student, result
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a kill can't spoil: whole folders of safetensors and JSON, each file hashed, the last two kept.
+"""Checkpoints that a kill can't spoil: whole folders of safetensors and JSON, each file hashed; the last two are kept.
 
 The order of rows and torch's random numbers are functions of seed and step (:mod:`alambique.train.data`,
 :mod:`alambique.train.loop`), so weights, optimiser state and the step number are the whole state of a run.
@@ -22,27 +22,64 @@ _WEIGHTS, _OPTIMISER, _STATE = "weights.safetensors", "optimiser.safetensors", "
 _BYTES_PER_PARAMETER = 12  # fp32 weight and AdamW's two moments
 
 
-def bytes_needed(model: nn.Module, folder: Path) -> int:
-    """Disk space that checkpoints may still take: those kept and one being written, less what is there already."""
+def bytes_needed(model: nn.Module, folder: Path, spared: int = 0) -> int:
+    """Disk space that checkpoints may still take: those kept and one being written, less what is there already.
+
+    ``spared`` more than the last two are kept.
+    """
     parameters = sum(p.numel() for p in model.parameters())
     there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return max(0, (_KEPT + 1) * _BYTES_PER_PARAMETER * parameters - there)
+    return max(0, (_KEPT + spared + 1) * _BYTES_PER_PARAMETER * parameters - there)
 
 
-def save(folder: Path, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    state: dict[str, Any],
+    spare: int | None = None,
+) -> Path:
     """Write the checkpoint of ``step`` completed steps into ``folder``, atomically, then drop all but the last two.
 
-    ``state`` is any JSON value that the caller wants back from :func:`restore`.
+    ``state`` is any JSON value that the caller wants back from :func:`restore`. The checkpoint of step ``spare`` stays.
     """
-    target = folder / f"step_{step:08d}"
+    target = path_of(folder, step)
     with atomic_folder(target) as scratch:
         save_file({name: value.contiguous() for name, value in _weights(model)}, scratch / _WEIGHTS)
         save_file(dict(_optimiser_tensors(model, optimiser)), scratch / _OPTIMISER)
         write_json(scratch / _STATE, state)
         write_manifest(scratch, {"step": step})
     for old in _newest_first(folder)[_KEPT:]:
-        shutil.rmtree(old)
+        if spare is None or old != path_of(folder, spare):
+            shutil.rmtree(old)
     return target
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` completed steps is, or would be."""
+    return folder / f"step_{step:08d}"
+
+
+def is_there(folder: Path, step: int) -> bool:
+    """Whether there is a checkpoint of ``step``."""
+    return path_of(folder, step).is_dir()
+
+
+def load_weights(folder: Path, step: int, model: nn.Module) -> None:
+    """Give ``model`` the weights of the checkpoint of ``step``.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = path_of(folder, step)
+    damage = _damage(path)
+    if damage is not None:
+        raise UserError(
+            f"checkpoint {path}, the best one, is damaged ({damage}): set distill.keep: last, or delete {folder} to "
+            "train again."
+        )
+    _load_weights(path, model)
 
 
 def restore(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -96,12 +133,16 @@ def _optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> It
             yield f"{name}/{key}", value
 
 
-def _load(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+def _load_weights(path: Path, model: nn.Module) -> None:
     """Copy tensors into the memory that the fresh run allocated, so that alignment can't change a rounding."""
     saved = load_file(path / _WEIGHTS)
     with torch.no_grad():
         for name, value in _weights(model):
             value.copy_(saved[name])
+
+
+def _load(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+    _load_weights(path, model)
     parameters = dict(model.named_parameters())
     for name, value in load_file(path / _OPTIMISER).items():
         owner, _, key = name.rpartition("/")

@@ -3,8 +3,10 @@
 import math
 from typing import Literal
 
+import torch
 from pydantic import Field, model_validator
 
+from alambique.core.measure import fast_dtype
 from alambique.core.params import Config
 from alambique.losses.config import LossConfig
 
@@ -26,8 +28,12 @@ class DistillConfig(Config):
     - ``forward_chunked``: from the cache, the student's logits all kept, the objective chunk by chunk;
     - ``fused``: from the cache, never more than a chunk of logits.
 
-    ``micro_batch_rows`` and ``gradient_checkpointing`` trade time for memory and change results only by rounding;
-    ``rows_per_step`` is the batch that the optimiser sees whatever they are.
+    Every ``validate_every`` steps, and after the last, the student is compared with its teacher on the valid rows; with
+    ``keep: best`` the state of least divergence there is what is shipped.
+
+    ``micro_batch_rows`` and ``gradient_checkpointing`` trade time for memory, ``compile`` trades minutes at the start
+    for faster layers, and all three change results only by rounding; ``rows_per_step`` is the batch that the optimiser
+    sees whatever they are.
     """
 
     seed: int = Field(0, ge=0)
@@ -51,24 +57,36 @@ class DistillConfig(Config):
     eps: float = Field(1e-8, gt=0)  # arXiv 1412.6980
     max_grad_norm: float = Field(1.0, gt=0)  # as weight_decay
 
-    precision: Literal["bf16", "fp32"] = "bf16"  # bf16 autocast over fp32 weights: as fast as pure bf16 (design §5)
+    # bf16: autocast over fp32 weights, as fast as pure bf16 (design §5); auto: fp32 on CPUs that emulate bf16 products
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    compile: bool = False  # assumption: its minutes are lost on short runs
     attention: str = "sdpa"  # the one kernel of transformers that runs on every device
     gradient_checkpointing: bool = False  # assumption: recompute activations only when told that memory is short
 
     checkpoint_every_seconds: float = Field(120.0, ge=0)  # assumption: two minutes are bearable to lose
     checkpoint_every_steps: int | None = Field(None, ge=1)  # replaces the clock where steps should decide
+    validate_every: int | None = Field(None, ge=1)  # assumption: off; each costs a pass over the valid rows
+    keep: Literal["last", "best"] = "last"  # source: one pass over the data with a falling rate rarely overfits
     log_every_steps: int = Field(1, ge=1)  # assumption: a step takes seconds, so one host sync a step costs nothing
 
     @model_validator(mode="after")
     def _consistent(self) -> "DistillConfig":
         if self.method in ("dense", "forward_chunked") and self.impl != "auto":
             raise ValueError(f"impl chooses among chunked paths, and method: {self.method} is none: leave impl out")
+        if self.keep == "best" and self.validate_every is None:
+            raise ValueError("keep: best needs a measure of better: set validate_every, in steps")
         return self
 
     @property
     def loss_impl(self) -> str:
         """``impl`` of ``distillation_loss``."""
         return self.method if self.method in ("dense", "forward_chunked") else self.impl
+
+    def resolved(self, device: torch.device) -> "DistillConfig":
+        """With the precision that ``auto`` means on ``device``."""
+        if self.precision != "auto":
+            return self
+        return self.model_copy(update={"precision": "bf16" if fast_dtype(device) == "bfloat16" else "fp32"})
 
     def num_steps(self, num_rows: int) -> int:
         """Optimiser steps for ``num_rows`` prepared rows; the last step of an epoch is filled from the next pass."""

@@ -1,6 +1,7 @@
 """The trained student as a folder that transformers loads, with a model card that says where it came from."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,18 @@ def export_model(
         write_manifest(scratch, facts)
 
 
-def model_card(name: str, result: DistillResult, config: DistillConfig, lineage: Mapping[str, str]) -> str:
-    """A model card in Markdown; it holds nothing that changes from run to run, such as dates and speeds."""
+def model_card(
+    name: str,
+    result: DistillResult,
+    config: DistillConfig,
+    lineage: Mapping[str, str],
+    hub: Mapping[str, Sequence[str]],
+) -> str:
+    """A model card in Markdown with the header that the Hub reads, where ``hub`` gives ``base_model`` and ``datasets``.
+
+    It holds nothing that changes from run to run, such as dates and speeds.
+    """
+    header = "".join(f"{key}: {json.dumps(list(names))}\n" for key, names in hub.items())
     first, last = result.curve[0], result.curve[-1]
     loss = config.loss.model_dump(exclude_defaults=True)
     told = ", ".join(f"{key} = {value}" for key, value in loss.items()) or "all defaults"
@@ -46,7 +57,7 @@ def model_card(name: str, result: DistillResult, config: DistillConfig, lineage:
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [knowledge-distillation]
+{header}tags: [knowledge-distillation]
 ---
 # {name}
 
@@ -76,4 +87,24 @@ tokenizer = AutoTokenizer.from_pretrained(PATH)
   {config.seed}.
 - Loss: {first.loss_nats:.4f} nats at the first step, {last.loss_nats:.4f} at the last (divergence
   {last.kd_nats:.4f}, cross-entropy {last.ce_nats:.4f}).
+{_validations(result)}"""
+
+
+def _validations(result: DistillResult) -> str:
+    """The table of validations, or nothing."""
+    if not result.validations:
+        return ""
+    rows = "\n".join(
+        f"| {found.step} | {found.kl_nats:.4f} | {found.agreement:.4f} | {found.perplexity:.2f} "
+        f"| {found.calibration_error:.4f} |"
+        for found in result.validations
+    )
+    return f"""
+## On held-out rows, while it trained
+
+These are the weights after step {result.shipped_step}. KL is from the teacher, over the whole vocabulary.
+
+| step | KL, nats | top-1 agreement | perplexity | calibration error |
+|---:|---:|---:|---:|---:|
+{rows}
 """

@@ -2,18 +2,22 @@
 
 import contextlib
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alambique.cache.reader import TeacherCache
 from alambique.core.errors import UserError
 from alambique.core.files import require_free_space
-from alambique.core.measure import Stopwatch, peak_mib
+from alambique.core.measure import Stopwatch, device_name, peak_mib
 from alambique.core.progress import Progress
 from alambique.data.dataset import PackedRows
 from alambique.models.load import SplitModel
@@ -21,7 +25,8 @@ from alambique.train import checkpoint
 from alambique.train.config import DistillConfig
 from alambique.train.data import StepRows, prefetch, read_step, rows_of_step
 from alambique.train.optimiser import adamw, clip_gradients, learning_rate, set_learning_rate
-from alambique.train.state import CurvePoint, DistillResult, Interrupted, Run
+from alambique.train.peaks import peak_tflop_per_s
+from alambique.train.state import CurvePoint, DistillResult, Interrupted, Run, Validation
 from alambique.train.step import Setup, add_gradients
 
 
@@ -35,30 +40,40 @@ def distill(
     scratch: Path,
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
+    validate: Callable[[SplitModel], dict[str, float]] | None = None,
 ) -> DistillResult:
     """Train ``student`` in place on ``rows`` against its teacher: a cache of the same rows, by number, or the model.
 
     ``student`` has fp32 weights on ``device``, where a live teacher (method ``online``) is as well. ``vocab_size`` ids
     are real; rows of a head beyond them are padding. ``scratch`` holds this run's checkpoints and nothing else: a call
     that finds some continues from the last whole one, bit for bit on a CPU. When ``stop()`` turns true the run saves
-    and raises.
+    and raises. ``validate`` (of :mod:`alambique.train.validation`) is for a ``config`` that validates.
 
     Raises:
         Interrupted: ``stop()`` was true; the same call resumes.
-        UserError: the loss stopped being finite, one row alone doesn't fit in memory, or the disk is too small.
+        UserError: the loss stopped being finite, one row alone doesn't fit in memory, the disk is too small, or
+            there is no compiler to compile with.
     """
+    config = config.resolved(device)
+    if config.compile:
+        _require_compiler()
     model = student.model.train()
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     optimiser = adamw(model.named_parameters(), config)
     saved = checkpoint.restore(scratch, model, optimiser)
-    require_free_space(scratch, checkpoint.bytes_needed(model, scratch), "keeping two checkpoints")
+    spared = int(config.keep == "best")
+    require_free_space(
+        scratch, checkpoint.bytes_needed(model, scratch, spared), f"keeping {('two', 'three')[spared]} checkpoints"
+    )
     run = Run.from_json(saved) if saved else Run(min(config.micro_batch_rows, config.rows_per_step))
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
     live, cache = (teacher, None) if isinstance(teacher, SplitModel) else (None, teacher)
     if (live is not None) != (config.method == "online"):
         raise ValueError(f"method {config.method} needs {'a cache' if live else 'a live teacher'}")
-    setup = Setup(student, live, config, loss, vocab_size, device, stop)
+    if (validate is not None) != (config.validate_every is not None):
+        raise ValueError("validate and config.validate_every come together")
+    setup = Setup(student, live, config, loss, vocab_size, device, stop, validate)
     num_steps, first_step = config.num_steps(rows.num_rows), run.step
     tokens_per_step = config.rows_per_step * rows.seq_len
 
@@ -72,7 +87,10 @@ def distill(
         contextlib.closing(prefetch(read, range(first_step, num_steps))) as batches,
     ):
         _train(setup, run, optimiser, batches, _Log(run, progress, device, tokens_per_step), num_steps, scratch)
-    return _result(run, config, tokens_per_step, peak_mib(device), first_step)
+    shipped = run.step if config.keep == "last" else run.best_step(partial(checkpoint.is_there, scratch))
+    if shipped != run.step:
+        checkpoint.load_weights(scratch, shipped, model)
+    return _result(run, config, tokens_per_step, device, first_step, shipped)
 
 
 def _train(
@@ -84,19 +102,23 @@ def _train(
     num_steps: int,
     scratch: Path,
 ) -> None:
-    """Make the steps that are left, and checkpoints on the way."""
-    config = setup.config
+    """Make the steps that are left, and validations and checkpoints on the way."""
+    config, model = setup.config, setup.student.model
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
 
     def save() -> None:
         log.flush()  # first, so that a loss that isn't finite is never saved
         started = time.monotonic()
-        checkpoint.save(scratch, run.step, setup.student.model, optimiser, run.to_json())
+        spare = run.best_step(partial(checkpoint.is_there, scratch)) if config.keep == "best" else None
+        checkpoint.save(scratch, run.step, model, optimiser, run.to_json(), spare)
         run.meters.checkpoint_seconds += time.monotonic() - started
         log.restart_clock()
 
     saved_step, saved_at = run.step, time.monotonic()
+    compiled = False
     for step in range(run.step, num_steps):
+        if config.compile and not compiled and run.meters.flops_per_row:  # compiled products can't be counted
+            compiled = _compile(model)
         waiting_since = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - waiting_since
@@ -112,11 +134,28 @@ def _train(
         optimiser.zero_grad(set_to_none=True)
         run.step += 1
         log.add(batch, rate, torch.cat([losses, grad_norm.reshape(1)]), waited)
-        if run.step % config.log_every_steps == 0 or run.step == num_steps:
+        last = run.step == num_steps
+        if run.step % config.log_every_steps == 0 or last:
             log.flush()
-        if run.step < num_steps and _checkpoint_due(config, run.step, time.monotonic() - saved_at):
+        better = _validate(setup, run, log, last) and config.keep == "best"
+        if not last and (better or _checkpoint_due(config, run.step, time.monotonic() - saved_at)):
             save()
             saved_step, saved_at = run.step, time.monotonic()
+
+
+def _validate(setup: Setup, run: Run, log: "_Log", last: bool) -> bool:
+    """Validate if it is time; whether the student is the best so far."""
+    every = setup.config.validate_every
+    if setup.validate is None or every is None or (run.step % every and not last):
+        return False
+    log.flush()
+    started = time.monotonic()
+    found = setup.validate(setup.student)
+    setup.student.model.train()
+    run.validations.append(Validation(run.step, **found))
+    run.meters.validation_seconds += time.monotonic() - started
+    log.show({f"valid_{name}": value for name, value in found.items()})
+    return run.best_step(lambda step: True) == run.step
 
 
 def _checkpoint_due(config: DistillConfig, step: int, seconds_since_last: float) -> bool:
@@ -136,6 +175,11 @@ class _Log:
     def restart_clock(self) -> None:
         """Leave what just happened out of the time of the steps."""
         self._watch.restart()
+
+    def show(self, figures: dict[str, float]) -> None:
+        """Show what isn't of a step, and leave its making out of the time of the steps."""
+        self._progress.update(0, **figures)
+        self.restart_clock()
 
     def add(self, batch: StepRows, rate: float, values: Tensor, waited_seconds: float) -> None:
         """Take the measurements of the step just made; ``values`` are loss, kd, ce and gradient norm."""
@@ -194,11 +238,28 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         memory.fill_uninitialized_memory = before[1]
 
 
+def _require_compiler() -> None:
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise UserError(
+            "distill.compile needs a C++ compiler, and there is no g++ or clang++: install one, or unset it."
+        )
+
+
+def _compile(model: nn.Module) -> bool:
+    """Have each decoder layer compiled when it next runs: one program serves all layers of a kind."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):  # what transformers derives decoder layers from
+            layer.compile()
+    return True
+
+
 def _result(
-    run: Run, config: DistillConfig, tokens_per_step: int, peak_memory_mib: float, first_step: int
+    run: Run, config: DistillConfig, tokens_per_step: int, device: torch.device, first_step: int, shipped_step: int
 ) -> DistillResult:
     meters, num_tokens = run.meters, run.step * tokens_per_step
     rows_per_s = run.step * config.rows_per_step / meters.seconds
+    model_tflop_per_s = rows_per_s * meters.model_flops_per_row / 1e12
+    peak = peak_tflop_per_s(device_name(device)) if config.precision == "bf16" else None
     return DistillResult(
         method=config.method,
         steps=run.step,
@@ -208,12 +269,16 @@ def _result(
         tokens_per_s=num_tokens / meters.seconds,
         target_tokens_per_s=meters.num_target_tokens / meters.seconds,
         tflop_per_s=rows_per_s * meters.flops_per_row / 1e12,
-        model_tflop_per_s=rows_per_s * meters.model_flops_per_row / 1e12,
+        model_tflop_per_s=model_tflop_per_s,
+        mfu=model_tflop_per_s / peak if peak else None,
         data_wait_share=meters.data_wait_seconds / meters.seconds,
         checkpoint_seconds=meters.checkpoint_seconds,
-        peak_mib=peak_memory_mib,
+        validation_seconds=meters.validation_seconds,
+        peak_mib=peak_mib(device),
         loss_impl=meters.loss_impl,
         micro_batch_rows=run.micro_batch_rows,
         resumed_from_step=first_step,
+        shipped_step=shipped_step,
+        validations=run.validations,
         curve=run.curve,
     )

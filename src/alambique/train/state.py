@@ -1,5 +1,6 @@
 """What a run knows about itself: where it stands, what it has used, and what it reports at the end."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,6 +29,17 @@ class CurvePoint:
     grad_norm: float
 
 
+@dataclass(frozen=True)
+class Validation:
+    """The student against its teacher on the valid rows after ``step`` steps: see :mod:`alambique.train.validation`."""
+
+    step: int
+    kl_nats: float
+    agreement: float
+    perplexity: float
+    calibration_error: float
+
+
 @dataclass
 class Meters:
     """What the completed steps have used, across interruptions; steps that were lost and repeated count once.
@@ -41,6 +53,7 @@ class Meters:
     seconds: float = 0.0
     data_wait_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
+    validation_seconds: float = 0.0
     num_target_tokens: int = 0
     flops_per_row: float = 0.0
     model_flops_per_row: float = 0.0
@@ -54,7 +67,13 @@ class Run:
     micro_batch_rows: int
     step: int = 0
     curve: list[CurvePoint] = field(default_factory=list)
+    validations: list[Validation] = field(default_factory=list)
     meters: Meters = field(default_factory=Meters)
+
+    def best_step(self, is_kept: Callable[[int], bool]) -> int:
+        """The step of least divergence on the valid rows, of those that are kept and the one just made."""
+        candidates = [found for found in self.validations if found.step == self.step or is_kept(found.step)]
+        return min(candidates, key=lambda found: found.kl_nats).step if candidates else self.step
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -64,7 +83,8 @@ class Run:
     def from_json(cls, state: dict[str, Any]) -> "Run":
         """Rebuild from :meth:`to_json`."""
         curve = [CurvePoint(**point) for point in state["curve"]]
-        return cls(state["micro_batch_rows"], state["step"], curve, Meters(**state["meters"]))
+        validations = [Validation(**found) for found in state["validations"]]
+        return cls(state["micro_batch_rows"], state["step"], curve, validations, Meters(**state["meters"]))
 
 
 @dataclass(frozen=True)
@@ -72,9 +92,10 @@ class DistillResult:
     """What a run measured; the student itself was trained in place.
 
     ``num_tokens`` are all positions of the rows trained on, ``num_target_tokens`` those with a target. ``seconds``
-    is the time of the steps, without checkpoints; the rates divide by it, and ``data_wait_share`` is the part of it
-    that the loop waited for rows. ``tflop_per_s`` counts what was executed, ``model_tflop_per_s`` what the student
-    needs whatever the method (see :class:`Meters`).
+    is the time of the steps, without checkpoints and validations; the rates divide by it, and ``data_wait_share`` is
+    the part of it that the loop waited for rows. ``tflop_per_s`` counts what was executed, ``model_tflop_per_s`` what
+    the student needs whatever the method (see :class:`Meters`); ``mfu`` is the latter's share of what the device can
+    do, None where that isn't known. ``shipped_step`` is the step whose weights the student has: the last, or the best.
     """
 
     method: str
@@ -86,10 +107,14 @@ class DistillResult:
     target_tokens_per_s: float
     tflop_per_s: float
     model_tflop_per_s: float
+    mfu: float | None
     data_wait_share: float
     checkpoint_seconds: float
+    validation_seconds: float
     peak_mib: float
     loss_impl: str
     micro_batch_rows: int
     resumed_from_step: int
+    shipped_step: int
+    validations: list[Validation]
     curve: list[CurvePoint]

@@ -27,7 +27,8 @@ from alambique.train.state import Run
 class Setup:
     """What every step of a run needs and none changes. ``loss`` knows the student's softcap and logit scale.
 
-    ``teacher`` is the live one of the method ``online``; None where the rows carry the signal.
+    ``teacher`` is the live one of the method ``online``; None where the rows carry the signal. ``validate`` compares
+    the student with its teacher on held-out rows.
     """
 
     student: SplitModel
@@ -37,6 +38,7 @@ class Setup:
     vocab_size: int
     device: torch.device
     stop: Callable[[], bool]
+    validate: Callable[[SplitModel], dict[str, float]] | None = None
 
 
 def add_gradients(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
@@ -115,6 +117,7 @@ def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int, cou
             config=setup.loss,
             impl=impl,
             weight_grad_VD=_head_gradient(student, impl),
+            drop_rows=False,  # rows without a target were left out on the CPU
         )
         torch.autograd.backward(output.loss)
     run.meters.loss_impl = output.impl
