@@ -82,6 +82,7 @@ def _heldout(pair: str, config: Settings) -> dict[str, Any]:
     """Teacher, student before and student after, on the valid rows of the teacher's prepared data."""
     assert config.heldout is not None
     device = default_device()
+    run = config.run.resolved(device)
     data = PreparedData.open(Path("artifacts/prepare") / str(config.teacher))
     source = fetch_model(str(config.teacher_model))
     paths = {"teacher": source.path}
@@ -89,7 +90,7 @@ def _heldout(pair: str, config: Settings) -> dict[str, Any]:
     for name, kind in (("before", "student"), ("after", "distill")):
         paths[name], identities[name] = _student(kind, pair)
     models = {
-        name: SplitModel(load_model(path, dtype=config.run.dtype, device=device, attention=config.run.attention))
+        name: SplitModel(load_model(path, dtype=run.dtype, device=device, attention=run.attention))
         for name, path in paths.items()
     }
     watch = Stopwatch(device)
@@ -97,7 +98,7 @@ def _heldout(pair: str, config: Settings) -> dict[str, Any]:
     figures = heldout(teacher, models, data.valid, data.manifest["vocab_size"], config.heldout, device)
     return {
         **figures,
-        "settings": config.run.model_dump(mode="json"),
+        "settings": run.model_dump(mode="json"),
         "models": identities,
         "versions": versions(),
         "seconds": round(watch.seconds(), 3),

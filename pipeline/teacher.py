@@ -50,9 +50,10 @@ def run(teacher: str, part: str | None = None) -> None:
     of_several = None if part is None else parse_part(part)
     resolved = settings(Params.load(), teacher)
     data = PreparedData.open(Path("artifacts/prepare") / teacher)
-    config = resolved.capture
+    device = default_device()
+    config = resolved.capture.resolved(device)
     config.require_vocabulary(data.manifest["vocab_size"])  # before the model is fetched
-    source, device = fetch_model(resolved.model), default_device()
+    source = fetch_model(resolved.model)
 
     def load() -> SplitModel:
         return _load(source, config, device)

@@ -11,13 +11,16 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.params import Config, validate
+
+if TYPE_CHECKING:
+    import torch
 
 EVALS = Path("evals")
 _SPEC = "benchmark.yaml"
@@ -28,11 +31,18 @@ _NAME = re.compile(rb"""^["']?(?:task|group)["']?:[ \t]*["']?([A-Za-z0-9_.\-]+)[
 class EvaluateSettings(Config):
     """How every model is run, for benchmarks and held-out text alike (``evaluate.settings``)."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # what lm-eval's "auto" gives for published models
+    # bfloat16 is what published models are stored in; auto is float32 on CPUs that would emulate its products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     softmax_dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # an option of lm-eval's; in bf16 answers tie
     attention: str = "sdpa"  # transformers' default
     batch_tokens: int = Field(1024, ge=1)  # padded tokens per forward pass; as fast as any of 512 to 4096 on two cores
     seed: int = 1234  # lm-eval's default for choosing few-shot examples
+
+    def resolved(self, device: "torch.device") -> Self:
+        """With the dtype that ``auto`` means on ``device``."""
+        from alambique.core.measure import fast_dtype  # torch takes seconds to import
+
+        return self.model_copy(update={"dtype": fast_dtype(device)}) if self.dtype == "auto" else self
 
 
 class BenchmarkConfig(Config):

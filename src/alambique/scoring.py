@@ -125,6 +125,7 @@ def run_benchmark(
         UserError: unknown benchmark or metric, missing data, few-shot examples that don't exist.
     """
     check_benchmarks({name: config}, evals)
+    settings = settings.resolved(device)
     spec = read_benchmark(name, evals)
     data = fetch(spec.data) if spec.data else None
     with _quiet():

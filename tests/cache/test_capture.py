@@ -237,7 +237,15 @@ def test_nothing_to_capture(tmp_path: Path, fake_teacher: ModuleType) -> None:
         ),
         ({"top_k": 0}, "teacher: top_k = 0 should be greater than or equal to 1"),
         ({"topk": 5}, "teacher: unknown key topk; did you mean top_k?"),
-        ({"dtype": "fp16"}, "teacher: dtype = 'fp16' should be 'float32', 'bfloat16' or 'float16'"),
+        (
+            {"device_map": "auto", "tensor_parallel": 2},
+            "teacher: the section can't have tensor_parallel = 2 and a device_map, only one of them",
+        ),
+        (
+            {"device_map": "gpu"},
+            "teacher: device_map = 'gpu' should be 'auto', 'balanced' or 'sequential'",
+        ),
+        ({"dtype": "fp16"}, "teacher: dtype = 'fp16' should be 'auto', 'float32', 'bfloat16' or 'float16'"),
     ],
 )
 def test_bad_settings(settings: dict[str, object], message: str) -> None:

@@ -23,7 +23,7 @@ from alambique.cache.donors import Donors
 from alambique.cache.drift import merged, scored_twice
 from alambique.cache.manifest import rows_sha256, tail_mass_statistics
 from alambique.cache.sampled import MAX_DRAWS, Sampler, Sampling
-from alambique.cache.score import DtypeName, Rows, Scorer, Teacher
+from alambique.cache.score import Rows, Scorer, Teacher
 from alambique.cache.shards import FORMAT, VERSION, Block, Shard
 from alambique.cache.store import Kept, Receipt, Store, plan_blocks
 from alambique.core.errors import UserError
@@ -35,7 +35,7 @@ from alambique.core.files import (
     sha256_json,
     write_json,
 )
-from alambique.core.measure import Stopwatch, device_name, peak_mib, versions
+from alambique.core.measure import Stopwatch, device_name, fast_dtype, peak_mib, versions
 from alambique.core.params import Config
 from alambique.core.progress import Progress
 
@@ -67,7 +67,8 @@ class CaptureConfig(Config):
     draws: int = Field(default=50, ge=1, le=MAX_DRAWS)  # source: Sparse Logit Sampling, 12 different tokens of 50 draws
     seed: int = Field(default=0, ge=0)  # assumption: any will do
     codec: str = "exact"  # source: benchmarks/cache_cases.py, smaller than the lossy formats of the field
-    dtype: DtypeName = "bfloat16"  # source: what current teachers are published in
+    # source: bfloat16 is what teachers are published in; auto is float32 on CPUs that would emulate its products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     attention: str = "sdpa"  # source: transformers' default
     device_map: Literal["auto", "balanced", "sequential"] | None = None  # assumption: the teacher fits on one GPU
     tensor_parallel: int = Field(default=1, ge=1)  # assumption: as above
@@ -85,6 +86,10 @@ class CaptureConfig(Config):
         if self.device_map is not None and self.tensor_parallel > 1:
             raise ValueError(f"can't have tensor_parallel = {self.tensor_parallel} and a device_map, only one of them")
         return self
+
+    def resolved(self, device: torch.device) -> "CaptureConfig":
+        """With the dtype that ``auto`` means on ``device``."""
+        return self.model_copy(update={"dtype": fast_dtype(device)}) if self.dtype == "auto" else self
 
     @property
     def sampling(self) -> Sampling | None:
@@ -138,7 +143,8 @@ def capture(
 
     Args:
         rows: what to score; only positions with a True loss mask are kept.
-        load_teacher: gives the model in ``config.dtype`` on ``device``; called only if something has to be scored.
+        load_teacher: gives the model in the dtype of ``config.resolved(device)`` on ``device``; called only if
+            something has to be scored.
         out: becomes a cache that ``TeacherCache.open`` reads; replaced when it exists.
         store: scratch folder for finished blocks, best on the same filesystem (they are hard-linked into ``out``).
         identity: what the signal comes from (model, tokenizer, ...), JSON values; blocks are named by it.
@@ -170,7 +176,7 @@ def capture(
     )
 
 
-def engine(device: torch.device, dtype: DtypeName) -> dict[str, Any]:
+def engine(device: torch.device, dtype: str) -> dict[str, Any]:
     """What runs the teacher: the device and the versions that can change its numbers or the bytes."""
     packages = ("torch", "transformers", "pcodec", "safetensors")
     found = versions(*packages)
@@ -194,6 +200,7 @@ class CaptureJob:
         vocab_size: int,
         device: torch.device,
     ) -> None:
+        config = config.resolved(device)
         self.codec: Codec = find_codec(config.codec, "teacher.codec")
         config.require_vocabulary(vocab_size)
         if not bool(rows.loss_mask_RS.any()):

@@ -57,7 +57,7 @@ def multiplies(dtype: torch.dtype, device_type: str) -> bool:
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
     probe = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, probe)())
+    return bool(torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, probe)())  # type: ignore[no-untyped-call]
 
 
 def fast_dtype(device: torch.device) -> Literal["bfloat16", "float32"]:

@@ -26,6 +26,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from alambique.core.errors import UserError
 from alambique.core.files import read_json, sha256_json
+from alambique.core.measure import fast_dtype
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DeviceMap = Literal["auto", "balanced", "sequential"]
@@ -82,7 +83,7 @@ def stored_dtype(path: Path) -> DtypeName:
 def load_model(
     path: Path,
     *,
-    dtype: DtypeName,
+    dtype: Literal["auto"] | DtypeName,
     device: torch.device,
     attention: str = "sdpa",
     device_map: DeviceMap | None = None,
@@ -94,7 +95,7 @@ def load_model(
 
     Args:
         path: a folder that holds a transformers model.
-        dtype: of its weights and activations.
+        dtype: of its weights and activations; auto is the device's ``fast_dtype``.
         attention: transformers' attention implementation.
         device: where the whole model goes, or with ``device_map`` where its inputs come from.
         device_map: spread whole layers over the visible GPUs, and the CPU where they are full (accelerate).
@@ -117,7 +118,7 @@ def load_model(
         model: PreTrainedModel
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=getattr(torch, dtype),
+            dtype=getattr(torch, fast_dtype(device) if dtype == "auto" else dtype),
             attn_implementation=attention,
             local_files_only=True,
             output_loading_info=True,
