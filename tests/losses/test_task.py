@@ -134,11 +134,11 @@ def test_ids_outside_the_vocabulary_are_refused(drop_rows: bool) -> None:
     for wrong in (case.vocab, -1):
         labels = case.labels.clone()
         labels[2] = wrong
-        with pytest.raises(ValueError, match=rf"^labels lie outside the vocabulary of 23: they reach from .*{wrong}"):
+        with pytest.raises(ValueError, match="^labels_N has ids outside the vocabulary of 23$"):
             grads(replace(case, labels=labels), LossConfig(), "fused", drop_rows=drop_rows)
         ids = signal.ids_NK.clone()
         ids[4, 1] = wrong
-        with pytest.raises(ValueError, match=r"^ids of the signal lie outside the vocabulary of 23"):
+        with pytest.raises(ValueError, match=r"^signal\.ids_NK has ids outside the vocabulary of 23$"):
             grads(replace(case, signal=replace(signal, ids_NK=ids)), LossConfig(), "fused", drop_rows=drop_rows)
     empty = replace(signal, ids_NK=signal.ids_NK.clone())
     empty.ids_NK[0, -1] = 10_000  # its log-probability is -inf: what it names means nothing

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from alambique.losses.chunked import num_chunks, sweep
 from alambique.losses.project import Gradients
-from alambique.losses.task import Task
+from alambique.losses.task import Task, insist
 
 
 class Inputs(NamedTuple):
@@ -100,7 +100,7 @@ class _GradientInForward(torch.autograd.Function):
             raise RuntimeError("impl fused holds its gradient for one backward pass: use impl recompute to repeat it")
         ctx.gradients = None
         if ctx.filled:
-            torch._assert_async(grad_loss == 1, _SCALED)
+            insist(grad_loss == 1, _SCALED)
         if grad_loss.device.type != "cpu" or grad_loss != 1:  # comparing on a GPU would wait for it
             gradients = [None if grad is None else grad.mul_(grad_loss) for grad in gradients]
         return (*gradients, None, None, None)

@@ -112,17 +112,20 @@ def build(
     return hidden_ND, Task(signal, labels_N, scale_N, vocab_size, config, weight_grad_VD, shard)
 
 
+def insist(holds: Tensor, message: str) -> None:
+    """Refuse values: with a ValueError, or on a GPU by an assertion there, for which nobody waits."""
+    if holds.device.type in ("cuda", "meta"):
+        torch._assert_async(holds, message)
+    elif not holds:
+        raise ValueError(message)
+
+
 def _check_ids(signal: Signal, labels_N: Tensor | None, vocab_size: int) -> None:
-    """Refuse ids that are no columns: on a GPU by an assertion there, for which nobody waits."""
-    checked = [("labels", labels_N)] if labels_N is not None else []
+    checked = {"labels_N": labels_N} if labels_N is not None else {}
     if isinstance(signal, TopKSignal):
-        checked.append(("ids of the signal", signal.ids_NK.long().masked_fill(signal.logprobs_NK == -torch.inf, 0)))
-    for name, ids in checked:
-        inside, message = ((ids >= 0) & (ids < vocab_size)).all(), f"{name} lie outside the vocabulary of {vocab_size}"
-        if ids.device.type != "cpu":
-            torch._assert_async(inside, message)
-        elif not inside:
-            raise ValueError(f"{message}: they reach from {ids.min()} to {ids.max()}")
+        checked["signal.ids_NK"] = signal.ids_NK.long().masked_fill(signal.logprobs_NK == -torch.inf, 0)
+    for name, ids in checked.items():
+        insist(((ids >= 0) & (ids < vocab_size)).all(), f"{name} has ids outside the vocabulary of {vocab_size}")
 
 
 def _check_shapes(
