@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alambique.cache.capture import CaptureConfig, capture
+from alambique.cache.capture import capture
+from alambique.cache.config import CaptureConfig
 from alambique.core.measure import peak_mib
 from alambique.data.dataset import PackedRows
 from alambique.models.load import SplitModel

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from alambique.cache.capture import CaptureConfig, capture
+from alambique.cache.capture import capture
+from alambique.cache.config import CaptureConfig
 from alambique.cache.reader import TeacherCache
 from alambique.core.errors import UserError
 from alambique.core.files import atomic_folder, sha256_json, write_bytes

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from alambique.cache.capture import CaptureConfig
+from alambique.cache.config import CaptureConfig
 from alambique.cache.sampled import require_tail
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.params import Config, Params

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from alambique.cache.capture import CaptureConfig, CaptureResult, capture
+from alambique.cache.capture import CaptureResult, capture
+from alambique.cache.config import CaptureConfig
 from alambique.cache.fill import fill, parse_part
 from alambique.cache.score import Teacher
 from alambique.core.errors import UserError

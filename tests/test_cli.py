@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from alambique.cache.capture import CaptureConfig, capture
+from alambique.cache.capture import capture
+from alambique.cache.config import CaptureConfig
 from alambique.cli import main
 from alambique.core.files import write_manifest
 from alambique.core.sources import content_sha256

@@ -1,6 +1,7 @@
 """A teacher of a few thousand numbers and rows for it; run as a script, it captures slowly so that it can be killed.
 
-python fake_teacher.py OUT STORE SECONDS_PER_BATCH [I/N]
+python fake_teacher.py OUT STORE SECONDS_PER_BATCH
+python fake_teacher.py MEETING STORE SECONDS_PER_BATCH I/N PROCESSES: a part, once so many have come to MEETING
 """
 
 import hashlib
@@ -12,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alambique.cache.capture import CaptureConfig, CaptureResult, capture
+from alambique.cache.capture import CaptureResult, capture
+from alambique.cache.config import CaptureConfig
 from alambique.cache.fill import fill, parse_part
 
 VOCAB, PADDED, HIDDEN, SEQ_LEN = 300, 320, 16, 24
@@ -90,6 +92,10 @@ def run_part(store: Path, teacher: FakeTeacher, part: str) -> None:
 if __name__ == "__main__":
     slow = FakeTeacher(seconds=float(sys.argv[3]))
     if len(sys.argv) > 4:
+        meeting = Path(sys.argv[1])
+        (meeting / sys.argv[4].replace("/", "of")).touch()
+        while len(list(meeting.iterdir())) < int(sys.argv[5]):
+            time.sleep(0.01)
         run_part(Path(sys.argv[2]), slow, sys.argv[4])
     else:
         run(Path(sys.argv[1]), Path(sys.argv[2]), teacher=slow)

@@ -16,8 +16,8 @@ import torch
 
 from alambique.cache import drift as drift_module
 from alambique.cache import store as store_module
-from alambique.cache.capture import CaptureConfig
 from alambique.cache.compare import compare
+from alambique.cache.config import CaptureConfig
 from alambique.cache.drift import scored_twice
 from alambique.cache.reader import TeacherCache
 from alambique.core.errors import UserError

@@ -25,8 +25,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def start(fake_teacher: ModuleType, store: Path, part: str, seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, str(fake_teacher.__file__), "-", str(store), str(seconds), part]
+def start(fake_teacher: ModuleType, store: Path, part: str, seconds: float, together: int = 1) -> subprocess.Popen[str]:
+    meeting = store.with_name("meeting")
+    meeting.mkdir(exist_ok=True)
+    words = (str(meeting), str(store), str(seconds), part, str(together))
+    command = [sys.executable, str(fake_teacher.__file__), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
@@ -34,7 +37,7 @@ def start(fake_teacher: ModuleType, store: Path, part: str, seconds: float) -> s
 def test_two_processes_score_each_block_once_and_write_the_bytes_of_one(
     captured: Path, tmp_path: Path, fake_teacher: ModuleType
 ) -> None:
-    parts = [start(fake_teacher, tmp_path / "store", part, 0.3) for part in ("1/2", "2/2")]
+    parts = [start(fake_teacher, tmp_path / "store", part, 0.3, together=2) for part in ("1/2", "2/2")]
     scored = [int(part.communicate(timeout=100)[0]) for part in parts]
     assert [part.returncode for part in parts] == [0, 0]
     assert sum(scored) == 14 + 1  # the first row a second time, to know the drift

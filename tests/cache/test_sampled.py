@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from alambique import LossConfig, TopKSignal, distillation_loss
-from alambique.cache.capture import CaptureConfig
+from alambique.cache.config import CaptureConfig
 from alambique.cache.head import Head
 from alambique.cache.reader import TeacherCache
 from alambique.cache.sampled import MAX_DRAWS, Sampling, draw, merge, sampled_entries

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from alambique.cache.capture import CaptureConfig
 from alambique.cache.codec import Arrays
+from alambique.cache.config import CaptureConfig
 from alambique.cache.drift import Drift, drift, merged, scored_twice
 from alambique.cache.reader import TeacherCache
 from alambique.cache.score import Rows, Scorer, Teacher

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from alambique.cache.capture import CaptureConfig, CaptureJob
+from alambique.cache.capture import CaptureJob
+from alambique.cache.config import CaptureConfig
 from alambique.cache.score import Rows, Teacher
 from alambique.cache.store import Store
 from alambique.core.errors import UserError
