@@ -99,7 +99,7 @@ def open_pair(name: str, device: torch.device) -> Pair:
         raise UserError(
             f"benchmarks: {name} has no cache or student yet: run dvc repro teacher@{resolved.teacher} student@{name}."
         )
-    inputs, config = stage.Inputs.open(resolved.teacher, name), resolved.distill
+    inputs, config = stage.Inputs.open(resolved.teacher, name), resolved.distill.resolved(device)
     return Pair(
         name, inputs.data.train, inputs.data.valid, inputs.vocab_size, inputs.cache, config,
         lambda: SplitModel(load_model(inputs.student, dtype="float32", device=device, attention=config.attention)),
@@ -140,7 +140,7 @@ def _environment(name: str, value: str) -> Iterator[str]:
 
 def _random(name: str, shape: _Shape, device: torch.device) -> Pair:
     generator = torch.Generator().manual_seed(0)
-    config = DistillConfig.model_validate(shape.distill)
+    config = DistillConfig.model_validate(shape.distill).resolved(device)
 
     def rows(count: int) -> PackedRows:
         ids_RS = torch.randint(shape.vocab, (count, shape.seq_len), generator=generator, dtype=torch.int32)

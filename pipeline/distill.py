@@ -84,6 +84,7 @@ def _run(pair: str, stop: threading.Event) -> None:
     require_free_space(out.parent, inputs.student_bytes, f"the distilled {pair}")
     device = default_device()
     config = resolved.distill.resolved(device)
+    resolved = resolved.model_copy(update={"distill": config})  # no run goes on in another precision
     if config.method != "online":  # which reads no cache
         require_tail(inputs.cache.sampled, config.loss.tail, str(inputs.cache.path))
     scratch = work_dir() / "distill" / fingerprint("distill", resolved, *inputs.manifests)
