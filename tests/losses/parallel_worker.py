@@ -126,10 +126,23 @@ def accumulated(rank: int, out: Path) -> None:
     save_file({**gathered(model, total, "fused"), "sent": sent.tensor()}, out / f"accumulated.{rank}.safetensors")
 
 
+def replicated(rank: int, out: Path) -> None:
+    """DistributedDataParallel around what makes the hidden states; the head is one of its parameters."""
+    case = problem()
+    rows = slice(4 * rank, 4 * rank + 4)
+    wrapped = nn.parallel.DistributedDataParallel(Tied(case))
+    hidden = wrapped(torch.arange(8)[rows])
+    result = distillation_loss(
+        hidden, wrapped.module.table, case.signal[rows], vocab_size=case.vocab, denominator=8.0, impl="fused"
+    )
+    (result.loss * 2).backward()
+    save_file(gathered(wrapped.module, result.loss, "fused"), out / f"replicated.{rank}.safetensors")
+
+
 def gathered(model: Tied, loss: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     """What one process knows after a step."""
-    table, layer = model.table.grad.full_tensor(), model.layer.weight.grad.full_tensor()
-    return {f"{name}.loss": loss.detach(), f"{name}.table": table, f"{name}.layer": layer}
+    found = {"loss": loss.detach(), "table": model.table.grad, "layer": model.layer.weight.grad}
+    return {f"{name}.{key}": x.full_tensor() if isinstance(x, DTensor) else x for key, x in found.items()}
 
 
 if __name__ == "__main__":
@@ -139,4 +152,5 @@ if __name__ == "__main__":
     vocabulary(rank, out)
     fsdp(rank, out)
     accumulated(rank, out)
+    replicated(rank, out)
     dist.destroy_process_group()

@@ -248,9 +248,7 @@ def test_a_buffer_is_right_or_refused_when_the_loss_is_scaled(impl: str) -> None
     case = make_case()
     buffer = torch.zeros_like(case.weight)
     if impl == "fused":
-        with pytest.raises(
-            ValueError, match=r"weight_grad_VD was filled for a loss that is not scaled.*denominator="
-        ):
+        with pytest.raises(ValueError, match=r"weight_grad_VD was filled for a loss that is not scaled.*denominator="):
             grads(case, LossConfig(), impl, scale=2.0, weight_grad_VD=buffer)
     else:
         grads(case, LossConfig(), impl, scale=2.0, weight_grad_VD=buffer)

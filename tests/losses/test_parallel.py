@@ -89,6 +89,11 @@ def test_fsdp_with_a_tied_head_equals_one_process(impl: str, folder: Path) -> No
 
 
 @pytest.mark.slow
+def test_ddp_with_a_tied_head_equals_one_process(folder: Path) -> None:
+    assert_equals_one_process([load_file(folder / f"replicated.{rank}.safetensors") for rank in (0, 1)], "fused")
+
+
+@pytest.mark.slow
 def test_fsdp_gathers_and_reduces_once_for_two_micro_batches(folder: Path) -> None:
     """Head, tied embedding and layer are one group of FSDP2, which goes out once and comes in once."""
     parts = [load_file(folder / f"accumulated.{rank}.safetensors") for rank in (0, 1)]
