@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MambaForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
 )
@@ -95,6 +96,54 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
         split.hidden(documents_BS.abs() + 5, documents_BS).square().sum().backward()
         gradients.append(split.model.get_input_embeddings().weight.grad)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-eager", "gemma2"])
+def test_layers_that_lie_elsewhere_give_the_same_bits(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate's hooks bring weights in from the disk here, as on a GPU from the CPU; only the place differs."""
+    config_class, attention, settings = FAMILIES[family]
+    model = tiny_model(config_class, attention=attention, **settings)
+    save_model(tmp_path, model, tiny_tokenizer())
+    tied = model.config.tie_word_embeddings
+
+    def places(model: PreTrainedModel, **_: object) -> dict[str, str]:
+        on_disk = ("model.layers.1", "model.layers.2", *([] if tied else ["lm_head"]))
+        rest = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
+        return dict.fromkeys((*rest, "model.layers.0", "lm_head"), "cpu") | dict.fromkeys(on_disk, "disk")
+
+    monkeypatch.setattr("transformers.integrations.accelerate.infer_auto_device_map", places)
+    cpu = torch.device("cpu")
+    options = {"dtype": "float32", "device": cpu, "attention": attention}
+    split, spread = (SplitModel(load_model(tmp_path, **options, **more)) for more in ({}, {"device_map": "auto"}))
+    assert spread.model.model.layers[1].mlp.up_proj.weight.is_meta
+    assert spread.model.lm_head.weight.is_meta != tied
+    spread.gather_head()
+    spread.check(cpu)
+    documents_BS = torch.tensor(DOCUMENTS, dtype=torch.int32)
+    ids_BS = torch.randint(3, 300, documents_BS.shape, dtype=torch.int32)
+    with torch.inference_mode():
+        expected, found = (each.logits(each.hidden(ids_BS, documents_BS)) for each in (split, spread))
+    assert torch.equal(found, expected)
+    assert spread.model.lm_head.weight.is_meta != tied  # the whole copy is ours alone
+
+
+def test_what_cannot_be_split_between_processes(tmp_path: Path) -> None:
+    def refusal(config_class: type, processes: int, **settings: object) -> str:
+        config_class(num_attention_heads=4, num_key_value_heads=2, **settings).save_pretrained(tmp_path)
+        with pytest.raises(UserError) as refused:
+            load_model(tmp_path, dtype="float32", device=torch.device("cpu"), tensor_parallel=processes)
+        return str(refused.value)
+
+    assert refusal(LlamaConfig, 4) == (
+        f"{tmp_path} has 4 and 2 attention heads, which tensor_parallel = 4 processes can't share out evenly: choose a "
+        "divisor, or use device_map = auto."
+    )
+    assert refusal(GptOssConfig, 2) == (
+        "transformers has no plan to split the layers of a gpt_oss model, so tensor_parallel = 2 would not make it "
+        "smaller: use device_map = auto instead."
+    )
 
 
 def test_scale_and_softcap_are_read_with_their_meaning() -> None:

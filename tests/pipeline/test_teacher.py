@@ -59,12 +59,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_params(project: Path, top_k: int = 8) -> None:
+def write_params(project: Path, top_k: int = 8, **capture: object) -> None:
     pin = content_sha256(project / "model")
     params = {
         # two rows of 16 · 8 · 2.7 bytes in a block
         "teacher": {"top_k": 100, "dtype": "float32", "shard_mib": 2 * 16 * 8 * 2.7 / 2**20 + 1e-9},
-        "teachers": {"tiny": {"model": f"file:model#sha256={pin}", "capture": {"top_k": top_k, "batch_tokens": 16}}},
+        "teachers": {
+            "tiny": {"model": f"file:model#sha256={pin}", "capture": {"top_k": top_k, "batch_tokens": 16, **capture}}
+        },
     }
     (project / "params.yaml").write_text(json.dumps(params))
 
@@ -113,6 +115,8 @@ def test_results_and_identity(project: Path) -> None:
         "tokenizer_sha256": "7" * 64,
         "dtype": "float32",
         "attention": "sdpa",
+        "device_map": None,
+        "tensor_parallel": 1,
         "temperature": 1.0,
     }
 
@@ -153,6 +157,94 @@ def test_kill_9_in_mid_capture_then_run_again(project: Path) -> None:
     finally:
         del os.environ["ALAMBIQUE_WORK"]
     assert content(Path("artifacts/teacher/tiny")) == resumed
+
+
+def elsewhere(project: Path, monkeypatch: pytest.MonkeyPatch, **capture: object) -> dict[str, bytes]:
+    """What one undisturbed job in one process writes."""
+    write_params(project, **capture)
+    with monkeypatch.context() as patch:
+        patch.setenv("ALAMBIQUE_WORK", str(project / "elsewhere"))
+        stage.run("tiny")
+    return content(Path("artifacts/teacher/tiny"))
+
+
+@pytest.mark.slow
+def test_two_jobs_write_the_bytes_of_one(project: Path, monkeypatch: pytest.MonkeyPatch, prefect_server: str) -> None:
+    """The whole way: the flow, two parts in processes of their own, and the job that puts their blocks together."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    env |= {"ALAMBIQUE_CAPTURE_JOBS": "2", "CUDA_VISIBLE_DEVICES": "", "PREFECT_API_URL": prefect_server}
+    command = [sys.executable, "-m", "pipeline.run", "teacher", "tiny"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "capture 1/2" in done.stderr
+    assert "capture 2/2" in done.stderr
+    both = content(Path("artifacts/teacher/tiny"))
+    results = json.loads(Path("results/teacher/tiny.json").read_bytes())
+    assert results["reused_blocks"] == results["num_blocks"] == 5  # the last job found them all
+    assert results["seconds"] > 0
+    assert elsewhere(project, monkeypatch) == both
+
+
+def test_a_part_writes_to_the_store_only(project: Path) -> None:
+    stage.run("tiny", "2/2")
+    assert len(list(Path(".work/teacher").glob("*/*.safetensors"))) == 5
+    assert not Path("artifacts/teacher").exists()
+    assert not Path("results").exists()
+    with pytest.raises(UserError, match="half is no part of a capture: write I/N"):
+        stage.run("tiny", "half")
+
+
+def test_a_device_map_is_told_and_changes_no_bit_of_the_signal(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = elsewhere(project, monkeypatch).keys()
+    one = TeacherCache.open(Path("artifacts/teacher/tiny"))
+    expected = one.read(range(ROWS))
+    write_params(project, device_map="auto")
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    monkeypatch.setattr(
+        "transformers.integrations.accelerate.infer_auto_device_map", lambda *_, **__: {**places, "lm_head": "disk"}
+    )
+    stage.run("tiny")
+    spread = TeacherCache.open(Path("artifacts/teacher/tiny"))
+    assert spread.manifest["identity"] == one.manifest["identity"] | {"device_map": "auto"}
+    assert names & content(spread.path).keys() == {"manifest.json"}  # another teacher, as far as names go
+    found = spread.read(range(ROWS))
+    for name in ("ids_NK", "logprobs_NK", "tail_mass_N"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.slow
+def test_tensor_parallel_gives_the_signal_to_rounding(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(project, monkeypatch)
+    one = TeacherCache.open(Path("artifacts/teacher/tiny"))
+    mask = PreparedData.open(Path("artifacts/prepare/tiny")).train.loss_mask_RS
+    expected = one.read(range(ROWS))[mask]
+    write_params(project, tensor_parallel=2)
+    command = [sys.executable, "-m", "pipeline.teacher", "tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("capture: 100%") == 1  # only one process writes
+    split = TeacherCache.open(Path("artifacts/teacher/tiny"))
+    split.verify()
+    assert split.manifest["identity"] == one.manifest["identity"] | {"tensor_parallel": 2}
+    found = split.read(range(ROWS))[mask]
+    assert torch.equal(found.ids_NK[:, 0], expected.ids_NK[:, 0])
+    # half a bit of float16, and the few 1e-6 that fp32 sums in another order differ by
+    torch.testing.assert_close(found.logprobs_NK, expected.logprobs_NK, rtol=2**-10, atol=1e-5)
+    torch.testing.assert_close(found.tail_mass_N, expected.tail_mass_N, rtol=0, atol=1e-5)
+    results = json.loads(Path("results/teacher/tiny.json").read_bytes())
+    assert results["device"].startswith("2 x cpu")
+
+
+def test_more_processes_than_gpus(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_params(project, tensor_parallel=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(stage, "launch", None)
+    with pytest.raises(UserError) as refused:
+        stage.run("tiny")
+    assert str(refused.value) == (
+        "teacher.tensor_parallel = 2 needs 2 GPUs, and 1 can be seen: lower it, or make more visible "
+        "(CUDA_VISIBLE_DEVICES)."
+    )
 
 
 def test_k_larger_than_the_vocabulary_is_one_line_and_status_2(

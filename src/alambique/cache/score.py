@@ -161,7 +161,8 @@ class Scorer:
         if size == 1:
             raise UserError(
                 f"one row of {self._mask_RS.shape[1]} tokens does not fit in the memory of "
-                f"{device_name(self._device)}: lower teacher.logits_mib or prepare.seq_len, or use a smaller teacher."
+                f"{device_name(self._device)}: lower teacher.logits_mib or prepare.seq_len, use a smaller teacher, or "
+                "spread it over several GPUs (teacher.device_map)."
             )
         self._batch_rows = size // 2
         if self._device.type == "cuda":
