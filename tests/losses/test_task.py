@@ -134,7 +134,7 @@ def test_ids_outside_the_vocabulary_are_refused(drop_rows: bool) -> None:
     for wrong in (case.vocab, -1):
         labels = case.labels.clone()
         labels[2] = wrong
-        with pytest.raises(ValueError, match="^labels_N has ids outside the vocabulary of 23$"):
+        with pytest.raises(ValueError, match=r"^labels_N has ids outside the vocabulary of 23$"):
             grads(replace(case, labels=labels), LossConfig(), "fused", drop_rows=drop_rows)
         ids = signal.ids_NK.clone()
         ids[4, 1] = wrong
