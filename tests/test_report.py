@@ -60,6 +60,7 @@ def test_tables_show_standard_errors_and_units(summary: dict[str, Any]) -> None:
     assert rows["KL from the teacher, nats ↓"] == ("0", "0.900 ± 0.020", "0.450 ± 0.010")
     assert rows["perplexity ↓"] == ("26.8 ± 2.1", "55.5 ± 4.5", "32.7 ± 2.6")
     assert rows["boolq acc ↑ (n 400, chance 0.5)"] == ("0.800 ± 0.020", "0.500 ± 0.025", "0.740 ± 0.022")
+    assert rows["calibration error ↓"] == ("0.040", "0.050", "0.030")
     assert "mmlu acc ↑ (n 400)" in rows
     costs = {row[0]: row[1:] for row in cost_rows(summary)}
     assert costs["peak memory, MiB"] == ("2,100", "6,400")
@@ -97,7 +98,8 @@ def test_metrics_are_flat_numbers_under_grouped_names(summary: dict[str, Any]) -
         "distill/tokens_per_s": 270.1, "distill/peak_mib": 6400.0, "distill/tflop_per_s": 0.21,
         "distill/seconds": 151.6, "eval/boolq_acc": 0.74, "eval/boolq_acc_before": 0.5, "eval/boolq_acc_teacher": 0.8,
         "eval/mmlu_acc": 0.25, "eval/kl_nats": 0.45, "eval/kl_nats_before": 0.9, "eval/agreement": 0.6,
-        "eval/perplexity": 32.7, "eval/perplexity_teacher": 26.8, "gap_recovered/boolq": 0.8,
+        "eval/perplexity": 32.7, "eval/perplexity_teacher": 26.8,
+        "eval/calibration_error": 0.03, "eval/calibration_error_teacher": 0.04, "gap_recovered/boolq": 0.8,
     }  # fmt: skip
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value), name

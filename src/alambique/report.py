@@ -118,6 +118,9 @@ def quality_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             *_pair(summary["perplexity"], stderr["perplexity"], 1),
         ),
     ]
+    error = summary["calibration_error"]  # over bins of all rows, so there is no spread over rows to show
+    teacher, before, after = (f"{error[who]:.3f}" for who in _WHO)
+    rows.append(("calibration error ↓", teacher, before, after))
     for name, row in summary["benchmarks"].items():
         values = (_plus_minus(row[who]["value"], row[who]["stderr"], 3) for who in _WHO)
         chance = "" if row["chance"] is None else f", chance {row['chance']:g}"
@@ -210,7 +213,7 @@ def mlflow_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         "student/num_parameters": summary["student"]["num_parameters"],
         "total/seconds": teacher["seconds"] + distill["seconds"],
     }
-    for name in ("kl_nats", "agreement", "perplexity"):
+    for name in ("kl_nats", "agreement", "perplexity", "calibration_error"):
         for who, value in summary[name].items():
             metrics[f"eval/{name}{_suffix(who)}"] = value
     for name, row in summary["benchmarks"].items():
