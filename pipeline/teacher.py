@@ -64,7 +64,7 @@ def run(teacher: str, part: str | None = None) -> None:
     elif (rank := local_rank()) is None:
         _require_gpus(config.tensor_parallel)
         if code := launch(config.tensor_parallel, "-m", "pipeline.teacher", teacher, *([part] if part else [])):
-            raise SystemExit(code)
+            leave(code)
     else:
         device = torch.device(device.type, rank) if device.type == "cuda" else device
         with Ranks(device) as ranks:

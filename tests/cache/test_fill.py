@@ -74,7 +74,7 @@ def test_progress_counts_towards_a_fair_share(
     monkeypatch.setenv(PROGRESS_FILE, str(tmp_path / "progress.jsonl"))
     fake_teacher.run_part(tmp_path / "store", fake_teacher.FakeTeacher(), "2/3")
     last = json.loads((tmp_path / "progress.jsonl").read_text().splitlines()[-1])
-    assert (last["description"], last["done"], last["total"]) == ("capture 2/3", 279, 93)
+    assert (last["description"], last["done"], last["total"]) == ("capture 2/3", 279, 139)  # two of four blocks
 
 
 @pytest.mark.parametrize("word", ["2", "0/2", "3/2", "1/", "a/b", "-1/2", "1/2/3"])

@@ -285,8 +285,9 @@ class CaptureJob:
     def _progress(self, part: tuple[int, int] | None) -> Progress:
         """A bar over all tokens; of a part over its fair share of those that are missing."""
         if part is not None:
-            missing = sum(map(self.tokens_of, self.missing))
-            return Progress(f"capture {part[0]}/{part[1]}", missing // part[1], line=part[0] - 1)
+            blocks = len(self.missing) or 1
+            share = sum(map(self.tokens_of, self.missing)) * -(-blocks // part[1]) // blocks  # whole blocks, rounded up
+            return Progress(f"capture {part[0]}/{part[1]}", share, line=part[0] - 1)
         done = sum(receipt.tokens for receipt in self.found.values())
         return Progress("capture", int(self.mask_RS.sum()), done=done)
 
