@@ -7,6 +7,7 @@ Dimensions: R rows, B rows in a batch, S positions, N target tokens of a batch, 
 V shared vocabulary.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -96,6 +97,7 @@ def heldout(
     vocab_size: int,
     config: HeldoutConfig,
     device: torch.device,
+    shown: bool = True,
 ) -> dict[str, Any]:
     """Compare students with their teacher on held-out rows; the teacher runs once per batch.
 
@@ -106,6 +108,7 @@ def heldout(
         vocab_size: V, token ids that both share; further rows of a head are padding and get no probability.
         config: how much, and in what portions.
         device: where the models are.
+        shown: whether progress is told; False inside a job that tells its own.
 
     Returns:
         ``kl_nats`` (KL(teacher ‖ student), mean per target token), ``agreement`` (same most probable token),
@@ -118,7 +121,8 @@ def heldout(
     models = {"teacher": teacher, **students}
     heads = {name: _Head.of(model, vocab_size) for name, model in models.items()}
     sums = {name: _Sums(count) for name in models}
-    with Progress("held-out", int(rows.loss_mask_RS[:count].sum())) as progress:
+    telling = Progress("held-out", int(rows.loss_mask_RS[:count].sum())) if shown else contextlib.nullcontext()
+    with telling as progress:
         for start in range(0, count, config.batch_rows):
             batch = slice(start, min(start + config.batch_rows, count))
             ids_BS, documents_BS, mask_BS = (
@@ -131,7 +135,8 @@ def heldout(
             for first in range(0, len(label_N), config.chunk_tokens):
                 part = slice(first, first + config.chunk_tokens)
                 _score({n: heads[n].logprobs(h[part]) for n, h in hidden_ND.items()}, label_N[part], row_N[part], sums)
-            progress.update(len(label_N))
+            if progress is not None:
+                progress.update(len(label_N))
     return _summary(sums, rows.loss_mask_RS[:count].sum(dim=1).double())
 
 

@@ -57,7 +57,8 @@ def validator(
                 return student.hidden(input_ids_BS, document_ids_BS)
 
         student.model.eval()  # the trainer turns it back
-        found = heldout(recorded, {"student": _View.of(student, hidden)}, rows, vocab_size, settings, device)
+        views = {"student": _View.of(student, hidden)}
+        found = heldout(recorded, views, rows, vocab_size, settings, device, shown=False)
         return {name: float(found[name]["student"]) for name in FIGURES}
 
     return validate
