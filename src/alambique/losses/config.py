@@ -20,7 +20,8 @@ class LossConfig(Config):
         tail: what becomes of the teacher's mass outside the kept entries of a top-K signal. ``bucket``: one more
             class, on both sides. ``renormalise``: given to the kept entries in proportion. ``truncate``: dropped, the
             loss can be negative. ``residual_to_label``: given to the label. ``sampled``: there is none, the entries
-            are draws with weights that sum to one (ids may repeat), unbiased for forward KL. Dense signals have no tail.
+            are draws with weights that sum to one (ids may repeat), unbiased for forward KL.
+            Dense signals have no tail.
         temperature: divides the student's logits and the teacher's log-probabilities in D. T² multiplies D before
             gradients are formed; the cross-entropy is not tempered.
         kd_weight, ce_weight, z_loss: weights of D, of the cross-entropy with the labels, and of the squared logsumexp.
