@@ -5,8 +5,17 @@ from typing import Any
 import pytest
 
 from alambique.core.errors import UserError
-from alambique.report import cost_rows, gap_recovered, mlflow_metrics, page, quality_rows, read_curve, summarise
-from tests.tiny_results import BENCHMARKS, CURVE, write_results
+from alambique.report import (
+    cost_rows,
+    gap_recovered,
+    mlflow_metrics,
+    page,
+    quality_rows,
+    read_curve,
+    removed,
+    summarise,
+)
+from tests.tiny_results import BENCHMARKS, CURVE, STUDENT, write_results
 
 
 @pytest.fixture
@@ -77,13 +86,14 @@ def test_the_page_tells_the_whole_story(summary: dict[str, Any]) -> None:
     text = page(summary, {"Training loss": "p/loss.svg"}, "artifacts/distill/p")
     for part in (
         "113,274,432 parameters (84% of its teacher `t`)",
+        "Left out of the teacher: 6 of 30 layers (14 to 19, by `drop_layers`). Before training the student stood 0.900",
         "![Training loss](p/loss.svg)",
         "`artifacts/distill/p`",
         "| 0.450 ± 0.010 |",
         "kl_nats 50%, agreement 20%, boolq 80%",
         "0123456789abcdef",
         "wheel://x==1/model.gguf",
-        "loss: `fused`",
+        "(method `fused`, path",
     ):
         assert part in text
     for block in text.split("\n\n"):
@@ -117,7 +127,7 @@ def test_a_missing_result_is_named(results: Path) -> None:
 
 def test_a_result_without_a_figure_is_named(results: Path) -> None:
     (results / "distill/p.json").write_text('{"tokens_per_s": 1.0}')
-    with pytest.raises(UserError, match=r"distill/p.json has no peak_mib, tflop_per_s, .*of another version"):
+    with pytest.raises(UserError, match=r"distill/p.json has no method, peak_mib, tflop_per_s, .*of another version"):
         summarise(results, "p", "t", BENCHMARKS)
 
 
@@ -145,3 +155,21 @@ def test_a_damaged_curve_is_refused(content: str | None, sentence: str, tmp_path
         path.write_text(content)
     with pytest.raises(UserError, match=sentence):
         read_curve(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"layers_removed": [1, 4, 5], "strategy": "drop_by_influence"},
+            "3 of 30 layers (1, 4 to 5, by `drop_by_influence`)",
+        ),
+        (
+            {"layers_removed": [], "strategy": "width", "intermediate_size": 1024, "num_key_value_heads": 2},
+            "teacher: 512 of 1,536 MLP channels in each layer, 1 of 3 groups of heads in each layer.",
+        ),
+        ({"layers_removed": None, "strategy": "model"}, "The student is a model of its own, not a pruned teacher."),
+    ],
+)
+def test_what_was_removed_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
+    assert sentence in removed(STUDENT | change)

@@ -34,7 +34,12 @@ TEACHER = {
 }  # fmt: skip
 DISTILL = {
     "tokens_per_s": 270.1, "peak_mib": 6400.0, "tflop_per_s": 0.21, "seconds": 151.6, "num_tokens": 40960,
-    "loss_impl": "fused", "steps": 20, "loss_nats": {"first": 1.1, "last": 0.6},
+    "method": "fused", "loss_impl": "fused", "steps": 20, "loss_nats": {"first": 1.1, "last": 0.6},
+}  # fmt: skip
+STUDENT = {
+    "num_parameters": 113274432, "teacher_parameters": 134515008, "strategy": "drop_layers",
+    "layers_removed": [14, 15, 16, 17, 18, 19], "intermediate_size": 1536, "num_key_value_heads": 3,
+    "teacher_sizes": {"layers": 30, "intermediate_size": 1536, "num_key_value_heads": 3},
 }  # fmt: skip
 CURVE = "step,tokens,loss_nats,kd_nats,ce_nats,learning_rate,grad_norm\n" + "".join(
     f"{step},{2048 * step},{0.5 + 0.5 / step},{0.5 + 0.5 / step},{3 + 1 / step},0.0003,1.5\n" for step in range(1, 21)
@@ -59,7 +64,7 @@ def write_results(root: Path) -> Path:
             write_json(results / "evaluate" / kind / key / f"{name}.json", found)
     write_json(results / "evaluate/heldout/p.json", HELDOUT)
     write_json(results / "teacher/t.json", TEACHER)
-    write_json(results / "student/p.json", {"num_parameters": 113274432, "teacher_parameters": 134515008})
+    write_json(results / "student/p.json", STUDENT)
     write_json(results / "distill/p.json", DISTILL)
     write_bytes(results / "distill/p_curve.csv", CURVE.encode())
     return results

@@ -13,7 +13,15 @@ _WHO = ("teacher", "before", "after")
 _FOLDERS = {"teacher": "teacher", "before": "student", "after": "distill"}
 _REMEDY = "Run `make repro`, or `dvc repro report@PAIR`."
 _TEACHER = ("tokens_per_s", "peak_mib", "cache_bytes_per_token", "num_tokens", "seconds", "cache_bytes")
-_DISTILL = ("tokens_per_s", "peak_mib", "tflop_per_s", "seconds", "num_tokens", "loss_impl", "steps", "loss_nats")
+_DISTILL = (
+    "method", "tokens_per_s", "peak_mib", "tflop_per_s", "seconds", "num_tokens", "loss_impl", "steps", "loss_nats",
+)  # fmt: skip
+
+_STUDENT = (
+    "num_parameters", "teacher_parameters", "strategy", "layers_removed", "teacher_sizes", "intermediate_size",
+    "num_key_value_heads",
+)  # fmt: skip
+_WIDTHS = {"intermediate_size": "MLP channels", "num_key_value_heads": "groups of heads"}
 
 
 def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str]) -> dict[str, Any]:
@@ -46,7 +54,7 @@ def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str])
         "heldout_tokens": heldout["num_tokens"],
         "benchmarks": rows,
         "teacher": {"key": teacher, **_figures(results / "teacher" / f"{teacher}.json", _TEACHER)},
-        "student": _figures(results / "student" / f"{pair}.json", ("num_parameters", "teacher_parameters")),
+        "student": _figures(results / "student" / f"{pair}.json", _STUDENT),
         "distill": _figures(results / "distill" / f"{pair}.json", _DISTILL),
         "models": heldout["models"],
     }
@@ -166,8 +174,11 @@ def page(summary: Mapping[str, Any], plots: Mapping[str, str], model_folder: str
     return f"""# {summary["pair"]}
 
 A student of {student["num_parameters"]:,} parameters ({smaller:.0%} of its teacher `{teacher["key"]}`) was trained on
-{distill["num_tokens"]:,} tokens in {distill["steps"]:,} steps against the teacher's cached top tokens
-(loss: `{distill["loss_impl"]}`). The result lies in `{model_folder}`.
+{distill["num_tokens"]:,} tokens in {distill["steps"]:,} steps against its teacher (method `{distill["method"]}`, path
+of the loss `{distill["loss_impl"]}`). The result lies in `{model_folder}`.
+
+{removed(student)} Before training the student stood {summary["kl_nats"]["before"]:.3f} nats from its teacher and agreed
+with it on {summary["agreement"]["before"]:.0%} of the tokens.
 
 ## Quality
 
@@ -187,6 +198,30 @@ Benchmarks on which student and teacher don't clearly differ at the start have n
 
 {_markdown(("what", "which"), _lineage(summary))}
 """
+
+
+def removed(student: Mapping[str, Any]) -> str:
+    """One sentence on what of the teacher isn't in the student, or that it was never in the teacher."""
+    if student["layers_removed"] is None:
+        return "The student is a model of its own, not a pruned teacher."
+    sizes, parts = student["teacher_sizes"], []
+    if gone := student["layers_removed"]:
+        parts.append(f"{len(gone)} of {sizes['layers']} layers ({_runs(gone)}, by `{student['strategy']}`)")
+    for name, word in _WIDTHS.items():
+        if student[name] != sizes[name]:
+            parts.append(f"{sizes[name] - student[name]:,} of {sizes[name]:,} {word} in each layer")
+    return f"Left out of the teacher: {', '.join(parts)}."
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: 3, 5 to 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _lineage(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
