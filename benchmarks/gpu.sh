@@ -72,11 +72,9 @@ if [ -n "${WHEELS:-}" ]; then
   step "wheels" "$PYTHON" -m pip install -q --no-index --no-deps --find-links "$WHEELS" "$WHEELS"/*.whl
 fi
 step "environment" check
-# Cases run these tests again by themselves and record nothing when one fails; first here, so that a failure shows alone.
+# The cases run these tests once more and record nothing when one fails; first here, so that a failure shows alone.
 step "correctness" "$PYTHON" -m pytest -x -m "$marked" -W default tests/losses tests/kernels
-step "loss_precision" "$PYTHON" -m benchmarks.run loss_precision "${flags[@]}"
-step "loss_memory" "$PYTHON" -m benchmarks.run loss_memory "${flags[@]}"
-step "loss_speed" "$PYTHON" -m benchmarks.run loss_speed "${flags[@]}"
+step "cases" "$PYTHON" -m benchmarks.run loss_precision loss_memory loss_speed "${flags[@]}"
 if [ "$DRY" != 1 ]; then
   echo; echo "=== rows"
   for case in loss_precision loss_memory loss_speed; do cat "$ALAMBIQUE_BENCH_RESULTS/$case.jsonl"; done
