@@ -24,7 +24,7 @@ from alambique.core.signal import StatesSignal
 from alambique.heldout import HeldoutConfig, heldout
 from alambique.losses.distillation import distillation_loss
 from alambique.train.config import Method
-from benchmarks import pairs, problems
+from benchmarks import pairs, problems, timing
 from benchmarks.cases import LLAMA31_8B, Options, Outcome, Shape
 from benchmarks.counting import CountedMemory
 from benchmarks.loss_memory import count_gib
@@ -75,7 +75,7 @@ def measure(name: str, method: str, steps: int, device: torch.device) -> dict[st
     return {
         "method": method, "pair": name, "steps": steps, "tokens_per_iteration": result.num_tokens // steps,
         "micro_batch_rows": result.micro_batch_rows, "loss_impl": result.loss_impl, "peak_mib": result.peak_mib,
-        "seconds_per_iteration": median,
+        "seconds_per_iteration": median, "clock": timing.clock(device),
         "tflop_per_s": result.model_tflop_per_s * result.seconds / steps / median,
         "executed_tflop_per_s": result.tflop_per_s * result.seconds / steps / median,
         "kl_nats": _kl_nats(pair, student, teacher, device) if pair.trained or name == "tiny" else None,

@@ -3,11 +3,10 @@
 Dimensions: R rows, S positions, K entries, V vocabulary.
 """
 
-import contextlib
-import json
-import os
+import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.params import Params
-from alambique.core.progress import PROGRESS_FILE
 from alambique.core.signal import TopKSignal
 from alambique.data.dataset import PackedRows
 from alambique.models.load import SplitModel, load_model
 from alambique.train.config import DistillConfig
 from alambique.train.loop import distill
 from alambique.train.state import DistillResult
+from benchmarks import timing
 from benchmarks.cases import TOP_K, Options
 from benchmarks.records import ROOT
 from pipeline import distill as stage
@@ -110,32 +109,29 @@ def open_pair(name: str, device: torch.device) -> Pair:
 def train(
     pair: Pair, student: SplitModel, teacher: SplitModel | None, device: torch.device, **settings: Any
 ) -> tuple[DistillResult, list[float]]:
-    """Train ``student`` without any checkpoint; the trainer's own result, and the seconds of each of its steps.
+    """Train ``student`` without any checkpoint; the trainer's own result, and seconds from each step to the next.
 
-    ``teacher`` is the live one or None for the cache; ``settings`` replace the pair's, and must name ``steps``.
+    ``teacher`` is the live one or None for the cache; ``settings`` replace the pair's, and must name ``steps``. Seconds
+    are by ``timing.clock``, and one fewer than the steps: all that the trainer does between the starts of two.
     """
     fixed = {"checkpoint_every_steps": settings["steps"], "log_every_steps": 1}
     config = DistillConfig.model_validate({**pair.config.model_dump(), **settings, **fixed})
-    with tempfile.TemporaryDirectory() as folder, _environment(PROGRESS_FILE, f"{folder}/progress") as progress:
+    now = time.process_time if timing.clock(device) == "cpu time" else time.perf_counter
+    polls: list[float] = []  # at the start of each micro-batch; the log has waited for the device after each step
+
+    def stop() -> bool:
+        polls.append(now())
+        return False
+
+    with tempfile.TemporaryDirectory() as folder:
         result = distill(
-            student, pair.train, teacher or pair.cache, config, vocab_size=pair.vocab_size,
-            scratch=Path(folder, "checkpoints"), device=device,
+            student, pair.train, teacher or pair.cache, config, vocab_size=pair.vocab_size, scratch=Path(folder),
+            device=device, stop=stop,
         )  # fmt: skip
-        told = [json.loads(line) for line in Path(progress).read_text().splitlines()]
-    tokens = config.rows_per_step * pair.train.seq_len
-    return result, [tokens / line["tokens_per_s"] for line in told if "tokens_per_s" in line]
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[str]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield value
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+    starts = polls[:: -(-config.rows_per_step // config.micro_batch_rows)]
+    if len(starts) != result.steps:  # memory ran out on the way, and micro-batches were halved
+        return result, [result.seconds / result.steps] * (result.steps - 1)
+    return result, [end - start for start, end in itertools.pairwise(starts)]
 
 
 def _random(name: str, shape: _Shape, device: torch.device) -> Pair:
