@@ -274,9 +274,9 @@ def test_the_preset_makes_the_published_size_of_an_8b() -> None:
     params = Params.load(ROOT / "presets/llama31_8b_pruned_3b.yaml")
     student = params.section(StudentConfig, "student", "pairs.llama31_8b_20l.student")
     student.require(32, 14336, 8)
-    assert student.drop_by_influence is not None
+    assert student.drop_block is not None
     assert student.width is not None
-    layers = range(32 - student.drop_by_influence)
+    layers = range(32 - student.drop_block.count)
     config = pruned_config(teacher, layers, student.width.intermediate_size, student.width.num_key_value_heads)
     assert count_parameters(config) == 3_210_907_648
 

@@ -41,7 +41,7 @@ class Width(Config):
 class Measurement(Config):
     """On what the teacher is measured, where a strategy needs it."""
 
-    # assumption: 16; the embedded pair's choices were the same from 4 rows of 256 tokens on (docs/log.md)
+    # assumption: 16; one row of 256 tokens chose the same layers as 32 of them on the embedded pair (docs/log.md)
     rows: int = Field(default=16, ge=1)  # first rows of the train split
     attention: str = "sdpa"  # the one kernel of transformers that runs on every device
 
