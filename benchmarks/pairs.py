@@ -107,20 +107,30 @@ def open_pair(name: str, device: torch.device) -> Pair:
 
 
 def train(
-    pair: Pair, student: SplitModel, teacher: SplitModel | None, device: torch.device, **settings: Any
+    pair: Pair,
+    student: SplitModel,
+    teacher: SplitModel | None,
+    device: torch.device,
+    between: Callable[[], object] | None = None,
+    **settings: Any,
 ) -> tuple[DistillResult, list[float]]:
     """Train ``student`` without any checkpoint; the trainer's own result, and seconds from each step to the next.
 
     ``teacher`` is the live one or None for the cache; ``settings`` replace the pair's, and must name ``steps``. Seconds
-    are by ``timing.clock``, and one fewer than the steps: all that the trainer does between the starts of two.
+    are by ``timing.clock``, and one fewer than the steps: all that the trainer does between the starts of two, without
+    ``between``, which runs at these starts.
     """
     fixed = {"checkpoint_every_steps": settings["steps"], "log_every_steps": 1}
     config = DistillConfig.model_validate({**pair.config.model_dump(), **settings, **fixed})
     now = time.process_time if timing.clock(device) == "cpu time" else time.perf_counter
-    polls: list[float] = []  # at the start of each micro-batch; the log has waited for the device after each step
+    per_step = -(-config.rows_per_step // config.micro_batch_rows)
+    polls: list[tuple[float, float]] = []  # at each micro-batch; the log has waited for the device after each step
 
     def stop() -> bool:
-        polls.append(now())
+        begin = now()
+        if between is not None and len(polls) % per_step == 0:
+            between()
+        polls.append((begin, now()))
         return False
 
     with tempfile.TemporaryDirectory() as folder:
@@ -128,10 +138,10 @@ def train(
             student, pair.train, teacher or pair.cache, config, vocab_size=pair.vocab_size, scratch=Path(folder),
             device=device, stop=stop,
         )  # fmt: skip
-    starts = polls[:: -(-config.rows_per_step // config.micro_batch_rows)]
+    starts = polls[::per_step]
     if len(starts) != result.steps:  # memory ran out on the way, and micro-batches were halved
         return result, [result.seconds / result.steps] * (result.steps - 1)
-    return result, [end - start for start, end in itertools.pairwise(starts)]
+    return result, [end - start for (_, start), (end, _) in itertools.pairwise(starts)]
 
 
 def _random(name: str, shape: _Shape, device: torch.device) -> Pair:

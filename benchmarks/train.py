@@ -1,11 +1,12 @@
 """Case ``train``: a step of the trainer against a bare one: forward, fused loss, backward, optimiser, nothing around.
 
-Both train the same student on rows of the same pair, in the same precision and micro-batches, a few steps at a time by
-turns. The bare step has its rows and their signal ready on the device and passes them to the loss as the README shows;
-the trainer reads, clips, schedules, logs and watches. ``--only`` may name the pair, as for ``methods``.
+Both train the same student on rows of the same pair, in the same precision and micro-batches, by turns: before each of
+its steps the trainer is held up for a bare one. That has its rows and their signal ready on the device and passes them
+to the loss as the README shows; the trainer reads, clips, schedules, logs and watches. ``--only`` may name the pair, as
+for ``methods``.
 
-Last line: ``ratio_to_bare_step`` (medians of steps, the first of each turn left out), ``tokens_per_s`` by the trainer's
-median, ``data_wait_share`` of all its steps.
+Last line: ``ratio_to_bare_step`` (medians), and of the trainer alone ``tokens_per_s`` (by the median of its steps) and
+``data_wait_share`` (of all of them).
 """
 
 from collections.abc import Callable
@@ -21,31 +22,30 @@ from alambique.train.optimiser import adamw
 from benchmarks import pairs, timing
 from benchmarks.cases import Options, Outcome
 
-_STEPS = 5  # of a turn; source: few enough that both see the same disturbances; the first is a warm-up
+_WARM_UP = 2  # steps; source: the first counts FLOPs and allocates the optimiser's state, its pages cost the second
 
 
 def run(options: Options) -> Outcome:
-    """Take turns, as many as ``options.repeats``."""
+    """Train undisturbed, then with a bare step before each step; ``options.repeats`` of each count."""
     pair = pairs.open_pair(pairs.chosen(options), options.device)
     student = pair.student()
-    bare_step = _bare(pair, student, options.device)
-    trained: list[float] = []
-    bare: list[float] = []
-    waited, total = 0.0, 0.0
-    for turn in range(options.repeats):
-        result, seconds = pairs.train(pair, student, None, options.device, method="fused", steps=_STEPS, seed=turn)
-        trained += seconds[1:]
-        waited, total = waited + result.data_wait_share * result.seconds, total + result.seconds
-        bare += [timing.timed(bare_step, options.device) for _ in range(len(seconds))][1:]
+    steps = options.repeats + _WARM_UP + 1
+    result, alone = pairs.train(pair, student, None, options.device, method="fused", steps=steps)
+    bare_step, bare = _bare(pair, student, options.device), list[float]()
+    _, trained = pairs.train(
+        pair, student, None, options.device, lambda: bare.append(timing.timed(bare_step, options.device)),
+        method="fused", steps=steps,
+    )  # fmt: skip
+    alone, trained, bare = alone[_WARM_UP:], trained[_WARM_UP:], bare[_WARM_UP:-1]
     tokens = pair.config.rows_per_step * pair.train.seq_len
     rows = [
         {"contender": name, "pair": pair.name, "median_s": median(runs), "min_s": min(runs), "max_s": max(runs),
          "tokens_per_s": tokens / median(runs), "steps": len(runs)}
-        for name, runs in (("trainer", trained), ("bare", bare))
+        for name, runs in (("trainer alone", alone), ("trainer", trained), ("bare", bare))
     ]  # fmt: skip
     summary = {
-        "data_wait_share": waited / total,
-        "tokens_per_s": tokens / median(trained),
+        "data_wait_share": result.data_wait_share,
+        "tokens_per_s": tokens / median(alone),
         "ratio_to_bare_step": timing.ratio(trained, bare),
     }
     return Outcome(rows, summary, [f"time is {timing.clock(options.device)}; waiting for data counts as elapsed time"])
@@ -79,5 +79,6 @@ def _bare(pair: pairs.Pair, student: SplitModel, device: torch.device) -> Callab
                 output.loss.backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
+        torch.clear_autocast_cache()  # the trainer, in whose autocast this may run, is to cast for itself
 
     return step

@@ -1,6 +1,8 @@
+import time
+
 import torch
 
-from benchmarks import pairs, train
+from benchmarks import pairs, timing, train
 from benchmarks.cases import Options
 
 CPU = torch.device("cpu")
@@ -11,8 +13,22 @@ def test_the_summary_has_the_three_figures() -> None:
     assert out.summary.keys() == {"data_wait_share", "tokens_per_s", "ratio_to_bare_step"}
     assert 0 <= out.summary["data_wait_share"] < 1
     assert out.summary["tokens_per_s"] > 0
-    assert [row["steps"] for row in out.rows] == [6, 6]
-    assert out.summary["ratio_to_bare_step"] == out.rows[0]["median_s"] / out.rows[1]["median_s"]
+    assert [row["contender"] for row in out.rows] == ["trainer alone", "trainer", "bare"]
+    assert [row["steps"] for row in out.rows] == [2, 2, 2]
+    assert out.summary["ratio_to_bare_step"] == out.rows[1]["median_s"] / out.rows[2]["median_s"]
+
+
+def test_what_runs_between_steps_is_not_their_time() -> None:
+    pair, calls = pairs.open_pair("tiny", CPU), []
+    burn = sum if timing.clock(CPU) == "cpu time" else None
+
+    def between() -> None:
+        calls.append(burn(range(40_000_000)) if burn else time.sleep(0.5))
+
+    _, seconds = pairs.train(pair, pair.student(), None, CPU, between, steps=4)
+    assert len(calls) == 4
+    assert len(seconds) == 3
+    assert max(seconds) < 0.3  # what runs between takes longer
 
 
 def test_a_bare_step_learns_the_same_task() -> None:
