@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from alambique.cache.capture import capture
 from alambique.cache.config import CaptureConfig
-from alambique.core.measure import peak_mib
+from alambique.core.measure import fast_dtype, peak_mib
 from alambique.data.dataset import PackedRows
 from alambique.models.load import SplitModel
 from benchmarks.cases import TOP_K, Options, Outcome
@@ -31,7 +31,7 @@ _ROWS, _BATCH_ROWS = 24, 8
 def run(options: Options) -> Outcome:
     """Interleave captures and bare passes of the same rows in the same batches."""
     rows = load_rows(4 if options.quick else _ROWS, options.quick)
-    teacher = load_teacher("bfloat16", options.device, options.quick)
+    teacher = load_teacher(fast_dtype(options.device), options.device, options.quick)
     batch_rows = 2 if options.quick else _BATCH_ROWS
     config = CaptureConfig(
         top_k=min(TOP_K, len(teacher.head_weight_VD)),
