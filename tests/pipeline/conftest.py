@@ -110,6 +110,13 @@ class Project:
                 continue
         return found
 
+    def assert_all_end(self, seconds: float) -> None:
+        """Wait for the last process to end."""
+        end = time.monotonic() + seconds
+        while left := self.left_behind():
+            assert time.monotonic() < end, left
+            time.sleep(0.1)
+
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds

@@ -100,11 +100,7 @@ def test_any_killed_process_leaves_nothing(project: Any, victim: str, how: str) 
     flow_pid = parent_of(job_pid)
     os.kill({"supervisor": process.pid, "flow": flow_pid, "job": job_pid}[victim], signal.SIGKILL)
     assert process.wait(15) != 0
-    end = time.monotonic() + 30  # 2 s to stop and 15 to tell Prefect, and a busy host
-    while project.left_behind():
-        # A job that ignores SIGTERM outlives a killed supervisor by the time it has to stop.
-        assert time.monotonic() < end, project.left_behind()
-        time.sleep(0.1)
+    project.assert_all_end(10)  # a job that ignores SIGTERM outlives a killed supervisor by the time it has to stop
     assert_nothing_left(project)
     if victim != "job" and how == "sleep":
         assert (project.root / "seen" / "saved").exists()
@@ -251,10 +247,7 @@ def test_a_stop_reaches_all_parts(in_two_parts: Any, prefect_server: str, victim
         ]
         os.kill(process.pid if victim == "supervisor" else flow, signal.SIGKILL)
         assert process.wait(15) != 0
-    end = time.monotonic() + 30  # 2 s to stop and 15 to tell Prefect, and a busy host
-    while in_two_parts.left_behind():
-        assert time.monotonic() < end, in_two_parts.left_behind()
-        time.sleep(0.1)
+    in_two_parts.assert_all_end(30)  # 2 s to stop, 15 to tell Prefect, for two jobs, on a busy host
     assert_nothing_left(in_two_parts)
 
 

@@ -2,7 +2,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +97,7 @@ def test_stopping_leaves_nothing(project: Any, victim: str, number: signal.Signa
     for pid in victims[victim](process.pid):
         os.kill(pid, number)
     assert process.wait(20) != 0
-    end = time.monotonic() + 30  # 2 s to stop and 15 to tell Prefect, and a busy host
-    while project.left_behind():
-        assert time.monotonic() < end, project.left_behind()
-        time.sleep(0.1)
+    project.assert_all_end(10)
     assert (project.root / "seen" / "saved").exists()
 
 
