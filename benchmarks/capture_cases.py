@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from alambique.cache.capture import capture
 from alambique.cache.config import CaptureConfig
-from alambique.core.measure import fast_dtype, peak_mib
+from alambique.core.measure import peak_mib
+from alambique.core.products import fast_dtype
 from alambique.data.dataset import PackedRows
 from alambique.models.load import SplitModel
 from benchmarks.cases import TOP_K, Options, Outcome

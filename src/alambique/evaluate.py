@@ -40,7 +40,7 @@ class EvaluateSettings(Config):
 
     def resolved(self, device: "torch.device") -> Self:
         """With the dtype that ``auto`` means on ``device``."""
-        from alambique.core.measure import fast_dtype  # torch takes seconds to import
+        from alambique.core.products import fast_dtype  # torch takes seconds to import
 
         return self.model_copy(update={"dtype": fast_dtype(device)}) if self.dtype == "auto" else self
 

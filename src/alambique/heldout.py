@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from alambique.core.errors import UserError
 from alambique.core.params import Config
+from alambique.core.products import bfloat16_operands
 from alambique.core.progress import Progress
 from alambique.data.dataset import PackedRows
 
@@ -31,7 +32,7 @@ class HeldoutConfig(Config):
 
     rows: int | None = Field(None, ge=1)  # first rows of the valid split; None = all
     batch_rows: int = Field(4, ge=1)  # assumption: 4 rows of 256 keep two cores busy; small for long rows on a GPU
-    chunk_tokens: int = Field(256, ge=1)  # assumption: three float32 [256, V] blocks are 150 MiB at V = 49k
+    chunk_tokens: int = Field(128, ge=1)  # assumption: three float32 [256, V] blocks are 150 MiB at V = 49k
 
 
 class Scorer(Protocol):
@@ -49,12 +50,13 @@ class Scorer(Protocol):
 
 @dataclass
 class _Head:
-    """An output head in float32, without padded rows."""
+    """An output head in float32, without padded rows; ``exact`` says that its weights are bfloat16 values."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
     softcap: float | None
     scale: float
+    exact: bool
 
     @classmethod
     def of(cls, model: Scorer, vocab_size: int) -> "_Head":
@@ -62,11 +64,17 @@ class _Head:
         if rows < vocab_size:
             raise UserError(f"The output head has {rows:,} rows, but the prepared data {vocab_size:,} token ids.")
         bias_V = None if model.head_bias_V is None else model.head_bias_V.detach()[:vocab_size].float()
-        return cls(model.head_weight_VD.detach()[:vocab_size].float(), bias_V, model.logit_softcap, model.logit_scale)
+        weight_VD = model.head_weight_VD.detach()[:vocab_size]
+        exact = weight_VD.dtype == torch.bfloat16
+        return cls(weight_VD.float(), bias_V, model.logit_softcap, model.logit_scale, exact)
 
     def logprobs(self, hidden_CD: Tensor) -> Tensor:
         """Natural logarithms of next-token probabilities, [C, V] float32."""
-        logits_CV = F.linear(hidden_CD.float(), self.weight_VD, self.bias_V).mul_(self.scale)
+        with bfloat16_operands() if self.exact and hidden_CD.dtype == torch.bfloat16 else contextlib.nullcontext():
+            logits_CV = torch.mm(hidden_CD.float(), self.weight_VD.t())
+        if self.bias_V is not None:
+            logits_CV += self.bias_V
+        logits_CV *= self.scale
         if self.softcap is not None:
             logits_CV = torch.tanh(logits_CV / self.softcap) * self.softcap
         return F.log_softmax(logits_CV, dim=-1)

@@ -2,7 +2,7 @@ import time
 
 import torch
 
-from alambique.core.measure import Stopwatch, default_device, device_name, fast_dtype, multiplies, peak_mib, versions
+from alambique.core.measure import Stopwatch, default_device, device_name, peak_mib, versions
 
 CPU = torch.device("cpu")
 
@@ -35,12 +35,3 @@ def test_versions_name_what_is_installed_and_what_is_not() -> None:
     assert set(found) == {"python", "torch", "transformers", "tokenizers", "safetensors"}
     assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert versions("no-such-package-here")["no-such-package-here"] == "absent"
-
-
-def test_the_fast_dtype_is_one_that_the_device_multiplies() -> None:
-    for probe, has in (("_is_mkldnn_bf16_supported", torch.bfloat16), ("_is_mkldnn_fp16_supported", torch.float16)):
-        assert multiplies(has, "cpu") == getattr(torch.ops.mkldnn, probe)()
-    assert multiplies(torch.float32, "cpu")
-    assert multiplies(torch.bfloat16, "cuda")
-    assert fast_dtype(torch.device("cuda")) == "bfloat16"
-    assert fast_dtype(CPU) == ("bfloat16" if multiplies(torch.bfloat16, "cpu") else "float32")

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from alambique.core.errors import UserError
 from alambique.core.files import read_json, sha256_file, write_json, write_manifest
-from alambique.core.measure import fast_dtype
 from alambique.core.params import Params
+from alambique.core.products import fast_dtype
 from alambique.core.progress import PROGRESS_FILE
 from alambique.core.sources import content_sha256
 from alambique.data.dataset import PackedRows, PreparedData

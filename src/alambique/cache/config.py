@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 
 from alambique.cache.sampled import MAX_DRAWS, Sampling
 from alambique.core.errors import UserError
-from alambique.core.measure import fast_dtype
 from alambique.core.params import Config
+from alambique.core.products import fast_dtype
 
 
 class CaptureConfig(Config):

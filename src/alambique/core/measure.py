@@ -1,11 +1,9 @@
 """What a job used: peak memory and time, measured inside the job and never sampled."""
 
-import functools
 import platform
 import resource
 import time
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal
 
 import torch
 
@@ -46,23 +44,6 @@ class Stopwatch:
 def default_device() -> torch.device:
     """The first visible GPU, or the CPU. Which device runs a job never changes what DVC caches."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@functools.cache
-def multiplies(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether the device has matrix products of this dtype; a CPU without them emulates a product in 8 times float32's.
-
-    Source: measured, torch 2.13 on an AVX2 processor, 512 × 576 × 49,152 in bfloat16.
-    """
-    if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return True
-    probe = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
-    return bool(torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, probe)())  # type: ignore[no-untyped-call]
-
-
-def fast_dtype(device: torch.device) -> Literal["bfloat16", "float32"]:
-    """What ``auto`` means where a dtype is asked for: bfloat16, or float32 on a CPU that would emulate it."""
-    return "bfloat16" if multiplies(torch.bfloat16, device.type) else "float32"
 
 
 def device_name(device: torch.device) -> str:

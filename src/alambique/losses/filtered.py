@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alambique.core.measure import multiplies
+from alambique.core.products import multiplies
 
 # Source: kept columns grow with the chunk, and a GEMM of 512 tokens is still compute-bound on a CPU.
 FILTER_TOKENS = 512

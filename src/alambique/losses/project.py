@@ -8,11 +8,13 @@ float32. On a CPU that only emulates bfloat16 products, eight times slower, thos
 Dimension letters: C tokens of the chunk, V columns, D hidden size, N tokens.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from alambique.core.products import bfloat16_operands
 from alambique.losses.filtered import add_weight_gradient, hidden_gradient, product_dtype, select
 from alambique.losses.objective import FLOOR
 
@@ -120,13 +122,15 @@ def _exact_product(hidden_CD: Tensor, weight_VD: Tensor, z_CV: Tensor) -> None:
     if z_CV.device.type != "cpu":
         torch.mm(hidden_CD, weight_VD.t(), z_CV.dtype, out=z_CV)
         return
+    exact = hidden_CD.dtype == weight_VD.dtype == torch.bfloat16
     hidden_CD = hidden_CD.to(z_CV.dtype)
     block = max(1, _BLOCK_BYTES // (4 * hidden_CD.shape[1]))
     buffer_BD = torch.empty(min(block, weight_VD.shape[0]), hidden_CD.shape[1], dtype=z_CV.dtype)
     for start in range(0, weight_VD.shape[0], block):
         part_BD = weight_VD[start : start + block]
         part_BD = buffer_BD[: part_BD.shape[0]].copy_(part_BD)
-        torch.mm(hidden_CD, part_BD.t(), out=z_CV[:, start : start + block])
+        with bfloat16_operands() if exact else contextlib.nullcontext():
+            torch.mm(hidden_CD, part_BD.t(), out=z_CV[:, start : start + block])
 
 
 def _hidden_product(dz_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:

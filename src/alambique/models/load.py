@@ -26,7 +26,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from alambique.core.errors import UserError
 from alambique.core.files import read_json, sha256_json
-from alambique.core.measure import fast_dtype
+from alambique.core.products import fast_dtype
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DeviceMap = Literal["auto", "balanced", "sequential"]

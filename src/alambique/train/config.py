@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from pydantic import Field, model_validator
 
-from alambique.core.measure import fast_dtype
 from alambique.core.params import Config
+from alambique.core.products import fast_dtype
 from alambique.losses.config import LossConfig
 
 Method = Literal["online", "dense", "forward_chunked", "fused"]
