@@ -17,6 +17,7 @@ import torch
 from alambique.cache.codec import Entries, codec_names, find_codec
 from alambique.cache.head import Head, top_entries
 from alambique.cache.shards import Block, Shard, write_shard
+from alambique.core.products import fast_dtype
 from alambique.models.load import SplitModel
 from benchmarks.cases import TOP_K, Options, Outcome
 from benchmarks.teacher_data import hidden_states, load_rows, load_teacher, widen
@@ -29,7 +30,7 @@ def run(options: Options) -> Outcome:
     """Measure each codec at each vocabulary size; the summary is the exact codec's."""
     outcome = Outcome()
     rows = load_rows(4 if options.quick else _ROWS, options.quick)
-    teacher = load_teacher("bfloat16", options.device, options.quick)
+    teacher = load_teacher(fast_dtype(options.device), options.device, options.quick)
     hidden_ND = hidden_states(teacher, rows, batch_rows=8)
     mask_RS = rows.loss_mask_RS.numpy()
     block = Block("0" * 32, 0, tuple(rows.row_hashes()))

@@ -1,9 +1,10 @@
 """The head over one chunk: hidden states to logits that were never rounded, and gradients back.
 
-Operands have the hidden states' dtype; products are summed in the compute dtype. CPUs have no matrix product that
-returns float32 from bfloat16 operands (torch 2.13). There, logits are made from operands upcast block by block of the
-head, which is exact since every bfloat16 is a float32; products for gradients are rounded once per chunk and summed in
-float32. On a CPU that only emulates bfloat16 products, eight times slower, those too are made from upcast operands.
+Operands have the hidden states' dtype; products are summed in the compute dtype. On a CPU torch (2.13) has no matrix
+product that takes bfloat16 tensors and returns float32. There, logits are made from operands upcast block by block of
+the head, by the processor's bfloat16 instructions (``core.products``), which is exact since every bfloat16 is a
+float32; products for gradients are rounded once per chunk and summed in float32. On a CPU that only emulates bfloat16
+products, eight times slower, all are made from upcast operands at float32's speed.
 
 Dimension letters: C tokens of the chunk, V columns, D hidden size, N tokens.
 """
