@@ -12,12 +12,9 @@ _PEAK_TFLOP_PER_S = {
     "H100": 989.5,  # source: H100 SXM, 1,979 with sparsity
     "A100": 312.0,  # source: A100, SXM and PCIe
     "A30": 165.0,  # source: A30
-    "A10": 125.0,  # source: A10
     "L40S": 362.0,  # source: L40S
     "L40": 181.0,  # source: L40
     "L4": 121.0,  # source: L4, 242 with sparsity
-    "RTX 4090": 165.2,  # source: Ada architecture white paper, float32 sums
-    "RTX 3090": 71.0,  # source: GA102 white paper, float32 sums
 }
 
 
