@@ -10,7 +10,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 WIDE, NARROW = 7.2, 3.7  # inches: a column of text, and a phone
@@ -21,6 +20,7 @@ _WIDEST_LETTER = 0.62  # mean width of a letter in the widest of the usual sans-
 _INK = "#7d8590"  # contrast of about 4 with white and with near-black alike
 _COLOURS = {"teacher": "#8b7bd8", "before": "#e0833a", "after": "#22a38a"}
 _MARKERS = {"teacher": "D", "before": "o", "after": "s"}  # told apart without colour too
+_AWAY = {"before": (9, "left"), "after": (-9, "right")}  # where a name goes, from the first point and from the last
 _LABELS = {"teacher": "teacher", "before": "student before", "after": "student after"}
 VARIABLES = {_INK: "muted", **{colour: who for who, colour in _COLOURS.items()}}  # of templates/style.css
 _STYLE = {
@@ -58,7 +58,7 @@ def loss_curve(points: Sequence[Mapping[str, float]], width: float = WIDE) -> by
         series["kd_nats"] = ("divergence from the teacher", "teacher", "--")
     panels = [("Training loss", series)]
     if all(point.get("ce_nats", point["loss_nats"]) != point["loss_nats"] for point in points):
-        panels.append(("Cross-entropy on the text", {"ce_nats": ("cross-entropy", "before", "-")}))
+        panels.append(("Cross-entropy", {"ce_nats": ("cross-entropy", "before", "-")}))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, 0.7 + 1.9 * len(panels)), layout="constrained")
         for axes, (title, lines) in zip(
@@ -99,14 +99,10 @@ def divergence(points: Sequence[tuple[float, float, float | None]], width: float
         axes.plot(tokens, values, ":" if len(points) == 2 else "-", color=_COLOURS["after"])
         for who, (x, value, error) in zip(("before", "after"), (*points[:1], *points[1:][-1:]), strict=False):
             axes.errorbar([x], [value], [error or 0.0], fmt="o", capsize=3, color=_COLOURS[who])
-            side = (9, "left") if who == "before" else (-9, "right")
-            axes.annotate(
-                f"{value:.3f} {who}", (x, value), (side[0], 7), textcoords="offset points", ha=side[1], va="bottom"
-            )
+            (aside, ha), (up, va) = _AWAY[who], (-7, "top") if value < values[0] else (7, "bottom")
+            axes.annotate(f"{value:.3f} {who}", (x, value), (aside, up), textcoords="offset points", ha=ha, va=va)
         axes.set_title(
-            "KL from the teacher on held-out text, nats: lower is better"
-            if width > NARROW
-            else "Held-out KL, nats: lower is better"
+            f"{'KL from the teacher on held-out text' if width > NARROW else 'Held-out KL'}, nats: lower is better"
         )
         axes.set_ylim(0, 1.3 * max((value + (error or 0.0) for _, value, error in points), default=0.0) or 1)
         axes.grid(axis="y")
@@ -151,7 +147,8 @@ def accuracy(benchmarks: Mapping[str, Mapping[str, Any]], width: float = WIDE) -
         axes.set_ylim(len(benchmarks) - 0.4, -0.6)
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4 if width > NARROW else 2, borderaxespad=0.2)
+        if width > NARROW:  # where it would take the room of the plot
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
         return _svg(figure)
 
 
@@ -195,18 +192,15 @@ def size_accuracy(models: Sequence[Sized], what: str, width: float = WIDE) -> by
         axes.set_xlabel("parameters")
         axes.set_title(what)
         axes.grid(axis="y")
-        handles = [Line2D([], [], color=_COLOURS[who], marker=_MARKERS[who], linestyle="") for who in _COLOURS]
-        axes.legend(
-            handles, list(_LABELS.values()), loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3, handletextpad=0
-        )
         figure.draw_without_rendering()  # settles where the axes are
         _label(axes, models)
         return _svg(figure)
 
 
 def _label(axes: Axes, models: Sequence[Sized]) -> None:
-    befores = [(model.num_parameters, model.before) for model in models if model.before is not None]
-    corners = [*((model.num_parameters, model.value) for model in models), *befores]
+    lines = [(model, model.before - model.value) for model in models if model.before is not None]
+    on_lines = [(model.num_parameters, model.value + gap * part / 8) for model, gap in lines for part in range(1, 9)]
+    corners = [*((model.num_parameters, model.value) for model in models), *on_lines]
     points = [tuple(axes.transData.transform(corner)) for corner in corners]
     box = axes.get_window_extent()
     found = place_labels(points, [model.label for model in models], (box.x0, box.y0, box.x1, box.y1))

@@ -155,7 +155,7 @@ def gap_silence(row: Mapping[str, Any]) -> str | None:
 
 def recovered(summary: Mapping[str, Any], name: str) -> str:
     """The share of one measure's gap that training closed, formatted with its standard error; empty if unknown."""
-    share, error = summary["gap_recovered"].get(name), summary.get("gap_recovered_stderr", {}).get(name)
+    share, error = (summary.get(key, {}).get(name) for key in ("gap_recovered", "gap_recovered_stderr"))
     if not known(share):
         return ""
     return f"{share:.0%}" + (f" ± {error:.0%}" if known(error) else "")
