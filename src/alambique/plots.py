@@ -189,6 +189,10 @@ def size_accuracy(models: Sequence[Sized], what: str, width: float = WIDE) -> by
         else:
             axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: parameters(value)))
+        left, right = axes.get_xlim()  # the largest models' names need room
+        axes.set_xlim(
+            right=right * (right / left) ** 0.15 if axes.get_xscale() == "log" else right + 0.15 * (right - left)
+        )
         axes.set_xlabel("parameters")
         axes.set_title(what)
         axes.grid(axis="y")
@@ -200,7 +204,9 @@ def size_accuracy(models: Sequence[Sized], what: str, width: float = WIDE) -> by
 def _label(axes: Axes, models: Sequence[Sized]) -> None:
     lines = [(model, model.before - model.value) for model in models if model.before is not None]
     on_lines = [(model.num_parameters, model.value + gap * part / 8) for model, gap in lines for part in range(1, 9)]
-    corners = [*((model.num_parameters, model.value) for model in models), *on_lines]
+    errors = [(model, model.stderr * sign) for model in models if model.stderr is not None for sign in (-1, 1)]
+    on_errors = [(model.num_parameters, model.value + error * part / 4) for model, error in errors for part in range(5)]
+    corners = [*((model.num_parameters, model.value) for model in models), *on_lines, *on_errors]
     points = [tuple(axes.transData.transform(corner)) for corner in corners]
     box = axes.get_window_extent()
     found = place_labels(points, [model.label for model in models], (box.x0, box.y0, box.x1, box.y1))
@@ -208,12 +214,19 @@ def _label(axes: Axes, models: Sequence[Sized]) -> None:
         if place is None:
             continue
         offset = (place[0] - point[0], place[1] - point[1])
-        near = math.hypot(*offset) < 3 * _FONT_SIZE or abs(offset[1]) < _FONT_SIZE
-        line = None if near else {"arrowstyle": "-", "color": _INK, "linewidth": 0.5, "shrinkB": 4}
+        aside = max(offset[0], -offset[0] - _width(model.label), 0)
+        far = math.hypot(aside, offset[1]) > 2 * _FONT_SIZE
         axes.annotate(
-            model.label, (model.num_parameters, model.value), offset, textcoords="offset points", fontsize=_FONT_SIZE,
-            va="bottom", arrowprops=line, color=_COLOURS[model.who], in_layout=False,
-        )  # fmt: skip
+            model.label,
+            (model.num_parameters, model.value),
+            offset,
+            textcoords="offset points",
+            fontsize=_FONT_SIZE,
+            va="bottom",
+            color=_COLOURS[model.who],
+            arrowprops={"arrowstyle": "-", "color": _INK, "linewidth": 0.5, "shrinkB": 4} if far else None,
+            in_layout=False,
+        )
 
 
 def parameters(number: float) -> str:
@@ -232,11 +245,11 @@ def place_labels(
         labels: the names, in the same order.
         bounds: left, bottom, right and top edge of the room.
     """
-    height, dot = 1.2 * _FONT_SIZE, 4.0
+    height, dot = 1.4 * _FONT_SIZE, 4.0
     taken = [(x - dot, y - dot, x + dot, y + dot) for x, y in points]
     found: list[tuple[float, float] | None] = []
     for (x, y), label in zip(points, labels, strict=False):
-        width, place = _WIDEST_LETTER * _FONT_SIZE * len(label), None
+        width, place = _width(label), None
         for radius, turn in itertools.product(range(8, 160, 8), range(16)):
             dx, dy = radius * math.cos(turn * math.pi / 8), radius * math.sin(turn * math.pi / 8)
             left = x + dx - (0 if dx > 1 else width if dx < -1 else width / 2)
@@ -248,6 +261,10 @@ def place_labels(
                 break
         found.append(place)
     return found
+
+
+def _width(label: str) -> float:
+    return _WIDEST_LETTER * _FONT_SIZE * len(label)
 
 
 def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
