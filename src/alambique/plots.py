@@ -3,7 +3,7 @@
 import io
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 WIDE, NARROW = 7.2, 3.7  # inches: a column of text, and a phone
 _MOST_POINTS = 400  # of a curve, assumption: more can't be told apart in a column
 _LOG_FROM = 5  # ratio of sizes above which their axis is logarithmic, assumption
+Box = tuple[float, float, float, float]  # left, bottom, right, top
+_DOT = 4.0  # half the size of a point, in points of type
 _FONT_SIZE = 9  # of names in a plot, in points
 _WIDEST_LETTER = 0.62  # mean width of a letter in the widest of the usual sans-serif fonts, in font sizes; assumption
 _INK = "#7d8590"  # contrast of about 4 with white and with near-black alike
@@ -202,15 +204,20 @@ def size_accuracy(models: Sequence[Sized], what: str, width: float = WIDE) -> by
 
 
 def _label(axes: Axes, models: Sequence[Sized]) -> None:
-    lines = [(model, model.before - model.value) for model in models if model.before is not None]
-    on_lines = [(model.num_parameters, model.value + gap * part / 8) for model, gap in lines for part in range(1, 9)]
-    errors = [(model, model.stderr * sign) for model in models if model.stderr is not None for sign in (-1, 1)]
-    on_errors = [(model.num_parameters, model.value + error * part / 4) for model, error in errors for part in range(5)]
-    corners = [*((model.num_parameters, model.value) for model in models), *on_lines, *on_errors]
-    points = [tuple(axes.transData.transform(corner)) for corner in corners]
+    ends = [(model, model.before) for model in models if model.before is not None]
+    ends += [(model, model.value + sign * (model.stderr or 0.0)) for model in models for sign in (-1, 1)]
+    on_lines = [
+        (model.num_parameters, model.value + (end - model.value) * part / 8)
+        for model, end in ends
+        for part in range(1, 9)
+    ]
+    points, lines = (
+        [(float(x), float(y)) for x, y in map(axes.transData.transform, corners)]
+        for corners in ([(model.num_parameters, model.value) for model in models], on_lines)
+    )
     box = axes.get_window_extent()
-    found = place_labels(points, [model.label for model in models], (box.x0, box.y0, box.x1, box.y1))
-    for model, point, place in zip(models, points, found, strict=False):
+    found = place_labels(points, [model.label for model in models], (box.x0, box.y0, box.x1, box.y1), lines)
+    for model, point, place in zip(models, points, found, strict=True):
         if place is None:
             continue
         offset = (place[0] - point[0], place[1] - point[1])
@@ -236,38 +243,53 @@ def parameters(number: float) -> str:
 
 
 def place_labels(
-    points: Sequence[tuple[float, float]], labels: Sequence[str], bounds: tuple[float, float, float, float]
+    points: Sequence[tuple[float, float]],
+    labels: Sequence[str],
+    bounds: Box,
+    lines: Sequence[tuple[float, float]] = (),
 ) -> list[tuple[float, float] | None]:
     """The lower left corner of each label, so that none covers another or a point; None where there is no room.
 
     Args:
-        points: what is named, then others that may not be covered; all numbers are in points of type.
+        points: what is named; all numbers are in points of type.
         labels: the names, in the same order.
         bounds: left, bottom, right and top edge of the room.
+        lines: points of lines, which a label covers only where there is no other room.
     """
-    height, dot = 1.4 * _FONT_SIZE, 4.0
-    taken = [(x - dot, y - dot, x + dot, y + dot) for x, y in points]
-    found: list[tuple[float, float] | None] = []
-    for (x, y), label in zip(points, labels, strict=False):
-        width, place = _width(label), None
-        for radius, turn in itertools.product(range(8, 160, 8), range(16)):
-            dx, dy = radius * math.cos(turn * math.pi / 8), radius * math.sin(turn * math.pi / 8)
-            left = x + dx - (0 if dx > 1 else width if dx < -1 else width / 2)
-            box = (left, y + dy - height / 2, left + width, y + dy + height / 2)
-            inside = box[0] >= bounds[0] and box[1] >= bounds[1] and box[2] <= bounds[2] and box[3] <= bounds[3]
-            if inside and not any(_overlap(box, other) for other in taken):
-                taken.append(box)
-                place = box[:2]
-                break
-        found.append(place)
+    dots, taken, found = [_around(*point) for point in points], [_around(*point) for point in lines], []
+    for (x, y), label in zip(points, labels, strict=True):
+        boxes = [box for box in _boxes(x, y, _width(label)) if _inside(box, bounds)]
+        boxes = [box for box in boxes if not any(_overlap(box, other) for other in dots)]
+        clear = (box for box in boxes if not any(_overlap(box, other) for other in taken))
+        box = next(clear, None) or next(iter(boxes), None)
+        if box is not None:
+            dots.append(box)
+        found.append(None if box is None else box[:2])
     return found
+
+
+def _boxes(x: float, y: float, width: float) -> Iterator[Box]:
+    """Where a label of a point may be, near places first and the right before the left."""
+    height = 1.4 * _FONT_SIZE
+    for radius, turn in itertools.product(range(8, 160, 8), range(16)):
+        dx, dy = radius * math.cos(turn * math.pi / 8), radius * math.sin(turn * math.pi / 8)
+        left = x + dx - (0 if dx > 1 else width if dx < -1 else width / 2)
+        yield left, y + dy - height / 2, left + width, y + dy + height / 2
+
+
+def _around(x: float, y: float) -> Box:
+    return x - _DOT, y - _DOT, x + _DOT, y + _DOT
+
+
+def _inside(box: Box, room: Box) -> bool:
+    return box[0] >= room[0] and box[1] >= room[1] and box[2] <= room[2] and box[3] <= room[3]
 
 
 def _width(label: str) -> float:
     return _WIDEST_LETTER * _FONT_SIZE * len(label)
 
 
-def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+def _overlap(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
