@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alambique.core.params import Params
+from alambique.pages import write_index
 from alambique.report import cost_rows, quality_rows
 from pipeline import tracking
 
@@ -20,7 +21,7 @@ _WIDTH = 100
 
 
 def show(results: Path = Path("results"), console: Console | None = None) -> None:
-    """Print one table per pair whose report exists, and what to do with it.
+    """Print one table per pair whose report exists, and what to do with it; write the page over all pairs.
 
     Args:
         results: the folder of results.
@@ -31,8 +32,9 @@ def show(results: Path = Path("results"), console: Console | None = None) -> Non
     pairs = params.keys("pairs")
     reports = [path for pair in pairs if (path := results / "report" / f"{pair}.json").is_file()]
     for path in reports:
-        _show_pair(console, json.loads(path.read_text()), path.with_suffix(".md"))
+        _show_pair(console, json.loads(path.read_text()), path.with_suffix(".html"))
     if reports:
+        _print(console, "all pairs", [str(write_index(results / "report"))])
         _print(console, "try next", _ideas(pairs, params))
     else:
         console.print("No pair has a report yet: `make repro` without T= makes them all.")

@@ -1,12 +1,14 @@
-"""Stage report@PAIR: one JSON, one page with plots, and one row in MLflow."""
+"""Stage report@PAIR: one JSON, one page as HTML and as Markdown with plots, and one row in MLflow."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from alambique import plots
+from alambique.core.errors import UserError
 from alambique.core.files import atomic_folder, write_bytes, write_json
 from alambique.core.params import Config, Params, validate
+from alambique.pages import INDEX, kl_points, pair_page
 from alambique.report import mlflow_metrics, page, read_curve, summarise
 from pipeline import tracking
 from pipeline.job import job_main, leave
@@ -26,6 +28,8 @@ def settings(params: Params, pair: str) -> Settings:
     """Read all sections; what the pair and its teacher override is already merged in ``flat``."""
     entry, benchmarks = params.get(f"pairs.{pair}"), params.keys("evaluate.benchmarks")
     teacher = str(entry["teacher"])
+    if f"{pair}.html" == INDEX:
+        raise UserError(f"{params.source}: pairs.{pair} would take the place of the page over all pairs: rename it.")
     overrides = {"student": entry["student"], "distill": entry["distill"]}
     model = params.get(f"teachers.{teacher}")
     flat: dict[str, Any] = {"pair": pair, "teacher": teacher, "teacher.model": model["model"]}
@@ -44,25 +48,28 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def run(pair: str) -> None:
-    """Write results/report/PAIR.json, PAIR.md and PAIR/*.svg, then the pair's row in MLflow."""
+    """Write results/report/PAIR.json, PAIR.html, PAIR.md and PAIR/*.svg, then the pair's row in MLflow."""
     config = settings(Params.load(), pair)
     summary = summarise(RESULTS, pair, config.teacher, config.benchmarks)
-    summary["fingerprint"] = tracking.chain_fingerprint(pair)
+    summary |= {"fingerprint": tracking.chain_fingerprint(pair), **tracking.git_state()}
     curve = RESULTS / "distill" / f"{pair}_curve.csv"
+    points, model = read_curve(curve), f"artifacts/distill/{pair}"
     target, images = RESULTS / "report", {}
     with atomic_folder(target / pair) as folder:
-        for name, (title, svg) in _plots(summary, curve).items():
+        for name, (title, svg) in _plots(summary, points).items():
             write_bytes(folder / f"{name}.svg", svg)
             images[title] = f"{pair}/{name}.svg"
-    write_bytes(target / f"{pair}.md", page(summary, images, f"artifacts/distill/{pair}").encode())
+    pages = {"html": pair_page(summary, points, config.flat, model), "md": page(summary, images, model)}
+    for kind, text in pages.items():
+        write_bytes(target / f"{pair}.{kind}", text.encode())
     write_json(target / f"{pair}.json", summary)
-    _record(pair, config, summary, [curve, target / f"{pair}.md", target / f"{pair}.json", target / pair])
+    _record(pair, config, summary, [curve, *(target / f"{pair}.{kind}" for kind in (*pages, "json")), target / pair])
 
 
-def _plots(summary: dict[str, Any], curve: Path) -> dict[str, tuple[str, bytes]]:
+def _plots(summary: dict[str, Any], points: list[dict[str, float]]) -> dict[str, tuple[str, bytes]]:
     return {
-        "loss": ("Training loss", plots.loss_curve(read_curve(curve))),
-        "kl": ("KL from the teacher", plots.divergence(summary["kl_nats"], summary["stderr"]["kl_nats"])),
+        "loss": ("Training loss", plots.loss_curve(points)),
+        "kl": ("KL from the teacher", plots.divergence(kl_points(summary))),
         "accuracy": ("Benchmarks", plots.accuracy(summary["benchmarks"])),
     }
 

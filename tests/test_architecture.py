@@ -130,9 +130,11 @@ MAY_IMPORT = {
     "evaluate": ("core", *SIBLINGS),
     "scoring": ("core", *SIBLINGS, "evaluate"),
     "heldout": ("core", *SIBLINGS),
-    "report": ("core", "plots"),
+    "provenance": ("core",),
+    "report": ("core", "provenance"),
+    "pages": ("core", "plots", "report"),
     "plots": ("core",),
-    "cli": ("core", *SIBLINGS),
+    "cli": ("core", *SIBLINGS, "pages"),
 }
 
 

@@ -301,3 +301,11 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         main(words)
     assert caught.value.code == 2
     assert "usage: alambique" in capsys.readouterr().err
+
+
+def test_report_writes_the_page_over_all_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'index.html'}\n"
+    assert "No pair has a report yet" in (tmp_path / "index.html").read_text()
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err

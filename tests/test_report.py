@@ -1,17 +1,22 @@
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from alambique.core.errors import UserError
 from alambique.report import (
+    cost_figures,
     cost_rows,
     gap_recovered,
+    gap_silence,
     mlflow_metrics,
     page,
     quality_rows,
     read_curve,
+    recovered,
     removed,
     summarise,
 )
@@ -46,20 +51,58 @@ def test_the_summary_keeps_its_contract(summary: dict[str, Any]) -> None:
 
 
 def test_the_gap_counts_only_where_there_is_one(summary: dict[str, Any]) -> None:
-    shares = gap_recovered(summary)
+    shares = {name: share for name, (share, _) in gap_recovered(summary).items()}
     assert shares == {
         "kl_nats": pytest.approx(0.5),
         "agreement": pytest.approx(0.2),
+        "perplexity": pytest.approx((55.5 - 32.7) / (55.5 - 26.8)),
         "boolq": pytest.approx(0.8),
     }  # mmlu: teacher and student are equal
-    summary["benchmarks"]["mmlu"]["teacher"]["value"] += 0.03  # within two standard errors of 0.022 each
+    mmlu = summary["benchmarks"]["mmlu"]
+    assert gap_silence(mmlu) == "gap of 0.000 within two standard errors"
+    mmlu["teacher"]["value"] += 0.03  # within two standard errors of 0.022 each
     assert "mmlu" not in gap_recovered(summary)
-    summary["benchmarks"]["mmlu"]["before"]["stderr"] = summary["benchmarks"]["mmlu"]["teacher"]["stderr"] = None
+    mmlu["before"]["value"] = 0.5
+    assert gap_silence(mmlu) == "untrained student above its teacher"
+    mmlu["before"]["stderr"] = mmlu["teacher"]["stderr"] = None
     assert "mmlu" not in gap_recovered(summary)  # without an error nothing says that a gap is real
+    assert gap_silence(mmlu) == "has no standard error"
+    mmlu["before"]["value"] = math.nan
+    assert gap_silence(mmlu) == "not measured"
+
+
+def test_a_share_has_the_error_that_simulation_gives(summary: dict[str, Any]) -> None:
+    share, error = gap_recovered(summary)["perplexity"]
+    draw = np.random.default_rng(0).normal
+    errors = summary["stderr"]["perplexity"]
+    who = {name: draw(summary["perplexity"][name], errors[name] / 10, 100_000) for name in errors}  # a tenth: linear
+    simulated = (who["after"] - who["before"]) / (who["teacher"] - who["before"])
+    assert share == pytest.approx(simulated.mean(), rel=0.01)
+    assert error == pytest.approx(10 * simulated.std(), rel=0.02)
+    summary["stderr"]["perplexity"]["teacher"] = None
+    assert gap_recovered(summary)["perplexity"] == (share, None)
+
+
+def test_a_share_is_told_with_its_error(summary: dict[str, Any]) -> None:
+    assert recovered(summary, "kl_nats") == "50% ± 2%"
+    assert recovered(summary, "mmlu") == ""
+    summary["gap_recovered_stderr"]["kl_nats"] = None
+    assert recovered(summary, "kl_nats") == "50%"
+
+
+def test_every_stage_has_its_cost(summary: dict[str, Any]) -> None:
+    costs = {row["stage"]: row for row in cost_figures(summary)}
+    assert costs["teacher: capture, once"]["tokens_per_s"] == 812.4
+    assert costs["distill: training"]["peak_mib"] == 6400.0
+    assert costs["evaluate: heldout"] == {
+        "stage": "evaluate: heldout", "peak_mib": 1737.1, "tokens_per_s": None, "seconds": 23.9, "device": "cpu",
+    }  # fmt: skip
+    assert costs["evaluate: benchmarks"]["seconds"] == pytest.approx(6 * 9.5)
 
 
 def test_a_student_equal_to_its_teacher_has_no_gap(summary: dict[str, Any]) -> None:
     summary["kl_nats"], summary["agreement"] = {"before": 0.0, "after": 0.0}, {"before": 1.0, "after": 1.0}
+    summary["perplexity"]["before"] = 20.0  # better than its teacher's
     summary["benchmarks"] = {}
     assert gap_recovered(summary) == {}
 
@@ -78,7 +121,9 @@ def test_tables_show_standard_errors_and_units(summary: dict[str, Any]) -> None:
 
 def test_a_figure_without_a_standard_error_stands_alone(summary: dict[str, Any]) -> None:
     summary["stderr"]["kl_nats"]["after"] = None
+    summary["benchmarks"]["mmlu"]["after"]["value"] = math.nan
     assert quality_rows(summary)[0][3] == "0.450"
+    assert quality_rows(summary)[-1][3] == "-"
 
 
 def test_the_page_tells_the_whole_story(summary: dict[str, Any]) -> None:
@@ -90,7 +135,8 @@ def test_the_page_tells_the_whole_story(summary: dict[str, Any]) -> None:
         "![Training loss](p/loss.svg)",
         "`artifacts/distill/p`",
         "| 0.450 ± 0.010 |",
-        "kl_nats 50%, agreement 20%, boolq 80%",
+        "kl_nats 50% ± 2%, agreement 20% ± 2%, perplexity 79% ± 11%, boolq 80% ±",
+        "mmlu says nothing (gap of 0.000 within two standard errors).",
         "0123456789abcdef",
         "wheel://x==1/model.gguf",
         "(method `fused`, path",

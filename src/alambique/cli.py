@@ -1,4 +1,4 @@
-"""The command ``alambique``: looks into a teacher's cache, compares it with another, or with its teacher."""
+"""The command ``alambique``: looks into a teacher's cache, compares it, and writes the page over all reports."""
 
 import argparse
 import sys
@@ -17,6 +17,7 @@ from alambique.cache.score import DtypeName, Teacher
 from alambique.core.errors import UserError
 from alambique.core.measure import default_device
 from alambique.core.params import Config, validate
+from alambique.pages import write_index
 
 EXIT_USER_ERROR = 2
 _BINS = 8  # lines of the table of tail mass by position
@@ -41,7 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="alambique", description="Looks into what the pipeline has made.")
-    cache = parser.add_subparsers(required=True, metavar="cache").add_parser("cache", help="a teacher's cache")
+    subjects = parser.add_subparsers(required=True, metavar="SUBJECT")
+    report = subjects.add_parser("report", help="write the page over all pairs", description="Writes index.html.")
+    report.add_argument("path", type=Path, nargs="?", default=Path("results/report"), help="default: results/report")
+    report.set_defaults(command=_report)
+    cache = subjects.add_parser("cache", help="a teacher's cache")
     commands = cache.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
         ("info", _info, "what it holds, from what, how big"),
@@ -64,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
         if name == "rescore":
             sub.add_argument("--data", type=Path, required=True, help="prepared rows, such as artifacts/prepare/NAME")
     return parser
+
+
+def _report(options: argparse.Namespace) -> None:
+    print(write_index(options.path))
 
 
 def _info(options: argparse.Namespace) -> None:

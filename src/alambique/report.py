@@ -4,18 +4,21 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from alambique.core.errors import UserError
 from alambique.core.files import read_json
+from alambique.provenance import cache_contents, lineage
 
-_WHO = ("teacher", "before", "after")
+WHO = ("teacher", "before", "after")
 _FOLDERS = {"teacher": "teacher", "before": "student", "after": "distill"}
 _REMEDY = "Run `make repro`, or `dvc repro report@PAIR`."
-_TEACHER = ("tokens_per_s", "peak_mib", "cache_bytes_per_token", "num_tokens", "seconds", "cache_bytes")
+_TEACHER = ("tokens_per_s", "peak_mib", "cache_bytes_per_token", "num_tokens", "seconds", "cache_bytes", "device")
 _DISTILL = (
     "method", "tokens_per_s", "peak_mib", "tflop_per_s", "seconds", "num_tokens", "loss_impl", "steps", "loss_nats",
+    "device",
 )  # fmt: skip
+_EVALUATION = ("peak_mib", "seconds", "device")
 
 _STUDENT = (
     "num_parameters", "teacher_parameters", "strategy", "layers_removed", "teacher_sizes", "intermediate_size",
@@ -28,7 +31,7 @@ def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str])
     """Gather what the stages measured about one pair.
 
     Args:
-        results: the folder of results, usually ``results``.
+        results: the folder of results, usually ``results``; ``artifacts`` lies beside it.
         pair: key of the pair.
         teacher: key of its teacher.
         benchmarks: keys of ``evaluate.benchmarks``.
@@ -36,14 +39,16 @@ def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str])
     Returns:
         JSON-ready: ``kl_nats``, ``agreement`` ({before, after}), ``perplexity`` ({teacher, before, after}), ``stderr``
         of these three in the same shape, ``calibration_error``, ``benchmarks.<name>.<teacher|before|after>`` =
-        {metric, value, stderr, n} with ``benchmarks.<name>.chance``, ``gap_recovered``, and what ``teacher``,
-        ``student``, ``distill`` and ``evaluate`` cost.
+        {metric, value, stderr, n} with ``benchmarks.<name>.chance``, ``gap_recovered`` and
+        ``gap_recovered_stderr``, what ``teacher``, ``student``, ``distill`` and ``evaluate`` cost, ``cache`` and
+        ``lineage`` (:mod:`alambique.provenance`), and ``validation`` ({step: figures}) where training measured it.
 
     Raises:
         UserError: a result is missing, or lacks a figure.
     """
     heldout = read_json(results / "evaluate" / "heldout" / f"{pair}.json", _REMEDY)
     rows = {name: _benchmark(results, pair, teacher, name) for name in benchmarks}
+    artifacts, trained = results.with_name("artifacts"), results / "distill" / f"{pair}.json"
     summary: dict[str, Any] = {
         "pair": pair,
         "kl_nats": heldout["kl_nats"],
@@ -55,16 +60,36 @@ def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str])
         "benchmarks": rows,
         "teacher": {"key": teacher, **_figures(results / "teacher" / f"{teacher}.json", _TEACHER)},
         "student": _figures(results / "student" / f"{pair}.json", _STUDENT),
-        "distill": _figures(results / "distill" / f"{pair}.json", _DISTILL),
+        "distill": _figures(trained, _DISTILL),
+        "evaluate": _evaluation(results, pair, teacher, benchmarks),
+        "validation": read_json(trained).get("validation", {}),
         "models": heldout["models"],
+        "cache": cache_contents(artifacts / "teacher" / teacher, _REMEDY),
+        "lineage": lineage(artifacts / "distill" / pair, _REMEDY),
     }
-    summary["gap_recovered"] = gap_recovered(summary)
+    shares = gap_recovered(summary)
+    summary["gap_recovered"] = {name: share for name, (share, _) in shares.items()}
+    summary["gap_recovered_stderr"] = {name: error for name, (_, error) in shares.items()}
     return summary
+
+
+def _evaluation(results: Path, pair: str, teacher: str, benchmarks: Sequence[str]) -> dict[str, Any]:
+    """What the evaluations cost: held-out text, and all benchmarks on the three models together."""
+    evaluate = results / "evaluate"
+    cost = {"heldout": _figures(evaluate / "heldout" / f"{pair}.json", _EVALUATION)}
+    folders = [evaluate / _FOLDERS[who] / (teacher if who == "teacher" else pair) for who in WHO]
+    if runs := [_figures(folder / f"{name}.json", _EVALUATION) for folder in folders for name in benchmarks]:
+        cost["benchmarks"] = {
+            "peak_mib": max(run["peak_mib"] for run in runs),
+            "seconds": sum(run["seconds"] for run in runs),
+            "device": ", ".join(sorted({run["device"] for run in runs})),
+        }
+    return cost
 
 
 def _benchmark(results: Path, pair: str, teacher: str, name: str) -> dict[str, Any]:
     row: dict[str, Any] = {}
-    for who in _WHO:
+    for who in WHO:
         key = teacher if who == "teacher" else pair
         found = read_json(results / "evaluate" / _FOLDERS[who] / key / f"{name}.json", _REMEDY)
         row[who] = {field: found[field] for field in ("metric", "value", "stderr", "n")}
@@ -80,24 +105,65 @@ def _figures(path: Path, names: Sequence[str]) -> dict[str, Any]:
     return {name: found[name] for name in names}
 
 
-def gap_recovered(summary: Mapping[str, Any]) -> dict[str, float]:
+def gap_recovered(summary: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
     """The share of the distance between untrained student and teacher that training closed, by name.
 
-    For KL and agreement the teacher's own values are 0 and 1. A benchmark counts only if the student was worse than
-    its teacher by more than two standard errors: a share of a gap that isn't there would be noise.
+    (after - before) / (teacher - before), with its standard error as if the three were independent: they were measured
+    on the same items, so the true error is smaller. For KL and agreement the teacher's own values are 0 and 1. A
+    benchmark counts only if the student was worse than its teacher by more than two standard errors: a share of a gap
+    that isn't there would be noise.
     """
-    kl, agreement = summary["kl_nats"], summary["agreement"]
+    ideals = {"kl_nats": 0.0, "agreement": 1.0, "perplexity": summary["perplexity"]["teacher"]}
     shares = {}
-    if kl["before"] > 0:
-        shares["kl_nats"] = 1 - kl["after"] / kl["before"]
-    if agreement["before"] < 1:
-        shares["agreement"] = (agreement["after"] - agreement["before"]) / (1 - agreement["before"])
+    for name, ideal in ideals.items():
+        values, errors = {**summary[name], "teacher": ideal}, {"teacher": 0.0, **summary["stderr"][name]}
+        if (ideal - values["before"]) * (1 if name == "agreement" else -1) > 0:
+            shares[name] = _share(values, errors)
     for name, row in summary["benchmarks"].items():
-        gap = row["teacher"]["value"] - row["before"]["value"]
-        noise = math.hypot(row["teacher"]["stderr"] or 0.0, row["before"]["stderr"] or 0.0)
-        if gap > 2 * noise > 0:
-            shares[name] = (row["after"]["value"] - row["before"]["value"]) / gap
+        if gap_silence(row) is None:
+            values, errors = ({who: row[who][field] for who in WHO} for field in ("value", "stderr"))
+            shares[name] = _share(values, errors)
     return shares
+
+
+def _share(values: Mapping[str, float], stderr: Mapping[str, float | None]) -> tuple[float, float | None]:
+    """(after - before) / (teacher - before), and its standard error to first order."""
+    gap = values["teacher"] - values["before"]
+    share = (values["after"] - values["before"]) / gap
+    errors = [stderr.get(who) for who in ("after", "before", "teacher")]
+    if None in errors:
+        return share, None
+    slopes = (1.0, share - 1, -share)
+    terms = [slope * (error or 0.0) / gap for slope, error in zip(slopes, errors, strict=True)]
+    return share, math.hypot(*terms)
+
+
+def gap_silence(row: Mapping[str, Any]) -> str | None:
+    """Why a benchmark says nothing about the gap that training closed; None if it does say something."""
+    gap = row["teacher"]["value"] - row["before"]["value"]
+    noise = 2 * math.hypot(row["teacher"]["stderr"] or 0.0, row["before"]["stderr"] or 0.0)
+    if not known(gap):
+        return "not measured"
+    if not noise > 0:
+        return "has no standard error"
+    if gap > noise:
+        return None
+    if gap < -noise:
+        return "untrained student above its teacher"
+    return f"gap of {gap:.3f} within two standard errors"
+
+
+def recovered(summary: Mapping[str, Any], name: str) -> str:
+    """The share of one measure's gap that training closed, formatted with its standard error; empty if unknown."""
+    share, error = (summary.get(key, {}).get(name) for key in ("gap_recovered", "gap_recovered_stderr"))
+    if not known(share):
+        return ""
+    return f"{share:.0%}" + (f" ± {error:.0%}" if known(error) else "")
+
+
+def known(value: Any) -> TypeGuard[float]:
+    """Whether ``value`` is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def read_curve(path: Path) -> list[dict[str, float]]:
@@ -127,10 +193,10 @@ def quality_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         ),
     ]
     error = summary["calibration_error"]  # over bins of all rows, so there is no spread over rows to show
-    teacher, before, after = (f"{error[who]:.3f}" for who in _WHO)
+    teacher, before, after = (_plus_minus(error[who], None, 3) for who in WHO)
     rows.append(("calibration error ↓", teacher, before, after))
     for name, row in summary["benchmarks"].items():
-        values = (_plus_minus(row[who]["value"], row[who]["stderr"], 3) for who in _WHO)
+        values = (_plus_minus(row[who]["value"], row[who]["stderr"], 3) for who in WHO)
         chance = "" if row["chance"] is None else f", chance {row['chance']:g}"
         teacher, before, after = values
         rows.append((f"{name} {row['after']['metric']} ↑ (n {row['after']['n']:,}{chance})", teacher, before, after))
@@ -150,13 +216,24 @@ def cost_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
+def cost_figures(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each stage cost: ``stage``, ``peak_mib``, ``tokens_per_s`` (None where unknown), ``seconds``, ``device``."""
+    teacher, evaluate = summary["teacher"], summary.get("evaluate", {})
+    found = [("teacher: capture, once", teacher), ("distill: training", summary["distill"])]
+    found += [(f"evaluate: {name}", evaluate[name]) for name in evaluate]
+    names = ("peak_mib", "tokens_per_s", "seconds", "device")
+    return [{"stage": stage, **{name: figures.get(name) for name in names}} for stage, figures in found]
+
+
 def _pair(values: Mapping[str, float], stderr: Mapping[str, float | None], digits: int) -> tuple[str, str]:
     before, after = (_plus_minus(values[who], stderr.get(who), digits) for who in ("before", "after"))
     return before, after
 
 
-def _plus_minus(value: float, stderr: float | None, digits: int) -> str:
-    return f"{value:.{digits}f}" + (f" ± {stderr:.{digits}f}" if stderr is not None else "")
+def _plus_minus(value: float | None, stderr: float | None, digits: int) -> str:
+    if not known(value):
+        return "-"
+    return f"{value:.{digits}f}" + (f" ± {stderr:.{digits}f}" if known(stderr) else "")
 
 
 def page(summary: Mapping[str, Any], plots: Mapping[str, str], model_folder: str) -> str:
@@ -169,7 +246,9 @@ def page(summary: Mapping[str, Any], plots: Mapping[str, str], model_folder: str
     """
     student, teacher, distill = summary["student"], summary["teacher"], summary["distill"]
     smaller = student["num_parameters"] / student["teacher_parameters"]
-    recovered = ", ".join(f"{name} {share:.0%}" for name, share in summary["gap_recovered"].items()) or "-"
+    shares = ", ".join(f"{name} {recovered(summary, name)}" for name in summary["gap_recovered"]) or "-"
+    silent = {name: gap_silence(row) for name, row in summary["benchmarks"].items()}
+    nothing = "".join(f" {name} says nothing ({reason})." for name, reason in silent.items() if reason)
     images = "\n\n".join(f"![{title}]({path})" for title, path in plots.items())
     return f"""# {summary["pair"]}
 
@@ -185,8 +264,9 @@ with it on {summary["agreement"]["before"]:.0%} of the tokens.
 {_markdown(("", "teacher", "student before", "student after"), quality_rows(summary))}
 
 Held-out figures are over {summary["heldout_tokens"]:,} tokens and the whole vocabulary. ± is one standard error:
-differences of less than two of them say nothing. Share of the gap to the teacher that training closed: {recovered}.
-Benchmarks on which student and teacher don't clearly differ at the start have no such share.
+differences of less than two of them say nothing.
+
+Share of the gap to the teacher that training closed: {shares}.{nothing}
 
 {images}
 
@@ -196,7 +276,7 @@ Benchmarks on which student and teacher don't clearly differ at the start have n
 
 ## Lineage
 
-{_markdown(("what", "which"), _lineage(summary))}
+{_markdown(("what", "which"), [(what, f"`{which}`") for what, which in lineage_rows(summary)])}
 """
 
 
@@ -224,13 +304,23 @@ def _runs(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _lineage(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def lineage_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where the result comes from: (what, which); what a summary lacks is left out."""
     names = {"teacher": "teacher", "before": "student before training", "after": "student after training"}
-    rows = [
-        (names[who], f"`{model['uri']}` {model.get('sha256') or model.get('manifest_sha256', '')}".strip())
-        for who, model in summary["models"].items()
-    ]
-    return [*rows, ("fingerprint of the chain", f"`{summary.get('fingerprint', '')}`")]
+    rows = []
+    for who, model in summary.get("models", {}).items():
+        digest = model.get("sha256") or model.get("manifest_sha256", "")
+        rows.append(
+            (f"evaluated: {names[who]}", model["uri"] if digest in model["uri"] else f"{model['uri']} {digest}")
+        )
+    if found := summary.get("lineage"):
+        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        rows = [*found["from"].items(), *rows, ("tokenizer (sha256)", found["tokenizer_sha256"])]
+        rows += [("precision of training", found["precision"]), ("versions", versions)]
+    if commit := summary.get("git_commit"):
+        dirty = ", and changes that it does not have" if summary.get("git_dirty") == "true" else ""
+        rows.append(("git commit when this was written", f"{commit}{dirty}"))
+    return [*rows, ("fingerprint of the chain", summary.get("fingerprint", "-"))]
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -252,7 +342,7 @@ def mlflow_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
         for who, value in summary[name].items():
             metrics[f"eval/{name}{_suffix(who)}"] = value
     for name, row in summary["benchmarks"].items():
-        for who in _WHO:
+        for who in WHO:
             metrics[f"eval/{name}_{row[who]['metric']}{_suffix(who)}"] = row[who]["value"]
             if row[who]["stderr"] is not None:
                 metrics[f"eval/{name}_stderr{_suffix(who)}"] = row[who]["stderr"]

@@ -212,6 +212,7 @@ def test_the_report_keeps_its_contract(checkout: Checkout) -> None:
     assert all(report["distill"][key] > 0 for key in wanted - {"loss_impl"})
     assert report["fingerprint"]
     assert (checkout.root / "results/report/tiny_half.md").read_text().startswith("# ")
+    assert "tiny_half.html" in (checkout.root / "results/report/index.html").read_text()
     assert list((checkout.root / "results/report").glob("tiny_half/*.svg"))
 
 

@@ -48,13 +48,15 @@ def test_it_shows_what_came_out_and_where_it_is(checkout: Path) -> None:
         "2,100",
         "236.2",
         'transformers.AutoModelForCausalLM.from_pretrained("artifacts/distill/p")',
-        "results/report/p.md",
+        "results/report/p.html",
+        "all pairs results/report/index.html",
         "prepare.train_rows: 160 -> 640",
         "presets/",
     ):
         assert part in text, part
     assert "…" not in text  # nothing cut
     assert "MLflow" not in text  # there is no store
+    assert "0.450 <span" in Path("results/report/index.html").read_text()
 
 
 def test_it_is_readable_at_100_columns_without_a_terminal(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,9 @@ def test_it_writes_the_page_the_plots_and_one_complete_row(checkout: Path) -> No
     images = sorted(path.relative_to("results/report").as_posix() for path in Path("results/report/p").iterdir())
     assert images == ["p/accuracy.svg", "p/kl.svg", "p/loss.svg"]
     assert all(f"({image})" in page for image in images)
+    html = Path("results/report/p.html").read_text()
+    assert "0.450 <span" in html
+    assert "distill.loss.tail: &#34;truncate&#34;" in html
     run_id = tracking.find_pair("p", found["fingerprint"])
     assert run_id is not None
     assert tracking.find_pair("p", "another") is None
@@ -78,7 +81,7 @@ def test_it_writes_the_page_the_plots_and_one_complete_row(checkout: Path) -> No
     assert logged["distill.loss.tail"] == "truncate"
     tags = dict(database.execute("select key, value from tags where run_uuid = ?", [run_id]))
     assert tags["dvc:artifacts/distill/p"] == "md5 of artifacts/distill/p"
-    assert {"p.json", "p.md", "loss.svg", "params.yaml"} <= {path.name for path in Path("mlruns").rglob("*")}
+    assert {"p.html", "p.json", "p.md", "loss.svg", "params.yaml"} <= {path.name for path in Path("mlruns").rglob("*")}
     before = {path: path.read_bytes() for path in Path("results/report").rglob("*") if path.is_file()}
     report.run("p")  # the same results: the same bytes, the same row
     assert {path: path.read_bytes() for path in Path("results/report").rglob("*") if path.is_file()} == before
@@ -90,3 +93,18 @@ def test_a_missing_result_is_told_before_anything_is_written(checkout: Path) -> 
     with pytest.raises(UserError, match=r"heldout/p\.json does not exist"):
         report.run("p")
     assert not Path("results/report").exists()
+
+
+def test_a_pair_may_not_take_the_place_of_the_index() -> None:
+    tree = params()
+    tree["pairs"]["index"] = tree["pairs"]["p"]
+    with pytest.raises(UserError, match=r"pairs\.index would take the place"):
+        report.settings(Params(tree), "index")
+
+
+def test_the_page_tells_the_commit_and_whether_files_differed(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "git_state", lambda: {"git_commit": "c" * 40, "git_dirty": "true"})
+    report.run("p")
+    html = Path("results/report/p.html").read_text()
+    assert f"git checkout {'c' * 40}" in html
+    assert "Files differed from this commit" in html
