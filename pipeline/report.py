@@ -7,7 +7,7 @@ from typing import Any
 from alambique import plots
 from alambique.core.files import atomic_folder, write_bytes, write_json
 from alambique.core.params import Config, Params, validate
-from alambique.report import mlflow_metrics, page, read_curve, summarise
+from alambique.report import headline, mlflow_metrics, page, read_curve, summarise
 from pipeline import tracking
 from pipeline.job import job_main, leave
 
@@ -44,7 +44,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def run(pair: str) -> None:
-    """Write results/report/PAIR.json, PAIR.md and PAIR/*.svg, then the pair's row in MLflow."""
+    """Write results/report/PAIR.json, PAIR_metrics.json, PAIR.md and PAIR/*.svg, then the pair's row in MLflow."""
     config = settings(Params.load(), pair)
     summary = summarise(RESULTS, pair, config.teacher, config.benchmarks)
     summary["fingerprint"] = tracking.chain_fingerprint(pair)
@@ -56,6 +56,7 @@ def run(pair: str) -> None:
             images[title] = f"{pair}/{name}.svg"
     write_bytes(target / f"{pair}.md", page(summary, images, f"artifacts/distill/{pair}").encode())
     write_json(target / f"{pair}.json", summary)
+    write_json(target / f"{pair}_metrics.json", headline(summary))
     _record(pair, config, summary, [curve, target / f"{pair}.md", target / f"{pair}.json", target / pair])
 
 
@@ -81,7 +82,7 @@ def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Pa
         if path in hashes
     ]
     files = [file for path in files for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
-    tracking.record_pair(
+    run_id = tracking.record_pair(
         pair,
         summary["fingerprint"],
         config.flat,
@@ -90,6 +91,10 @@ def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Pa
         [*files, Path("params.yaml")],
         datasets,
     )
+    lineage = {f"{who}_model": " ".join(model.values()) for who, model in summary["models"].items()}
+    lineage |= {"teacher": config.teacher, "fingerprint": summary["fingerprint"]}
+    lineage["dvc_md5"] = hashes[f"artifacts/distill/{pair}"]
+    tracking.register_student(pair, run_id, lineage)
 
 
 if __name__ == "__main__":
