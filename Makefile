@@ -2,12 +2,13 @@
 SHELL := /bin/bash
 VENV ?= .venv
 PYTHON ?= python3
+POOL ?= gpu
 # dvc.yaml's commands say `python`: it must be the virtual environment's.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export DO_NOT_TRACK := true
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: help repro test ui bench prune clean
+.PHONY: help repro test ui experiments worker bench prune clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -30,6 +31,12 @@ test: $(VENV)/.ok  ## lint, types and tests
 
 ui: $(VENV)/.ok  ## MLflow on this machine's port 5000
 	mlflow server --backend-store-uri sqlite:///$(CURDIR)/mlflow.db --host 127.0.0.1 --port 5000 --workers 1
+
+experiments: $(VENV)/.ok  ## DVC's table of experiments: reports only, and what differs
+	dvc exp show --only-changed --no-pager
+
+worker: $(VENV)/.ok  ## run what others submit to POOL (gpu), in this checkout (docs/orchestration.md)
+	ALAMBIQUE_CHECKOUT=$(CURDIR) PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/.prefect} prefect worker start --pool $(POOL)
 
 bench: $(VENV)/.ok  ## one benchmark, e.g. CASE=loss_memory
 	python -m benchmarks.run $(CASE)

@@ -9,7 +9,7 @@ from alambique.core.errors import UserError
 from alambique.core.files import atomic_folder, write_bytes, write_json
 from alambique.core.params import Config, Params, validate
 from alambique.pages import INDEX, kl_points, pair_page
-from alambique.report import mlflow_metrics, page, read_curve, summarise
+from alambique.report import headline, mlflow_metrics, page, read_curve, summarise
 from pipeline import tracking
 from pipeline.job import job_main, leave
 
@@ -48,7 +48,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def run(pair: str) -> None:
-    """Write results/report/PAIR.json, PAIR.html, PAIR.md and PAIR/*.svg, then the pair's row in MLflow."""
+    """Write results/report/PAIR.json, PAIR.metrics.json, PAIR.html, PAIR.md and PAIR/*.svg, then its row in MLflow."""
     config = settings(Params.load(), pair)
     summary = summarise(RESULTS, pair, config.teacher, config.benchmarks)
     summary |= {"fingerprint": tracking.chain_fingerprint(pair), **tracking.git_state()}
@@ -63,6 +63,7 @@ def run(pair: str) -> None:
     for kind, text in pages.items():
         write_bytes(target / f"{pair}.{kind}", text.encode())
     write_json(target / f"{pair}.json", summary)
+    write_json(target / f"{pair}.metrics.json", headline(summary))
     _record(pair, config, summary, [curve, *(target / f"{pair}.{kind}" for kind in (*pages, "json")), target / pair])
 
 
@@ -88,7 +89,7 @@ def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Pa
         if path in hashes
     ]
     files = [file for path in files for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
-    tracking.record_pair(
+    run_id = tracking.record_pair(
         pair,
         summary["fingerprint"],
         config.flat,
@@ -97,6 +98,10 @@ def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Pa
         [*files, Path("params.yaml")],
         datasets,
     )
+    lineage = {f"{who}_model": " ".join(model.values()) for who, model in summary["models"].items()}
+    lineage |= {"teacher": config.teacher, "fingerprint": summary["fingerprint"]}
+    lineage["dvc_md5"] = hashes[f"artifacts/distill/{pair}"]
+    tracking.register_student(pair, run_id, lineage)
 
 
 if __name__ == "__main__":

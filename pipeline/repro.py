@@ -1,6 +1,7 @@
 """`make repro`: check what can be checked, run `dvc repro` with one Prefect server beside it, show what came out.
 
-`python -m pipeline.repro [TARGET or dvc option...]` passes its words on to DVC. The server starts when the first GPU
+`python -m pipeline.repro [TARGET or dvc option...]` passes its words on to DVC; with `-S section.name=value` among them
+they go to `dvc exp run`, and params.yaml is changed for an experiment. The server starts when the first GPU
 stage asks for it, so a run in which nothing changed doesn't pay for one.
 """
 
@@ -140,6 +141,11 @@ def run_dvc(words: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def is_experiment(words: list[str]) -> bool:
+    """Whether ``words`` change params, which only `dvc exp run` does."""
+    return any(word.startswith(("-S", "--set-param")) for word in words)
+
+
 def _start_dvc(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start DVC in our own process group: ^C reaches it from the terminal; SIGTERM and SIGHUP are passed on."""
     dvc: subprocess.Popen[bytes] | None = None
@@ -151,7 +157,7 @@ def _start_dvc(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
     dvc = subprocess.Popen(
-        [sys.executable, "-m", "dvc", "repro", *words],
+        [sys.executable, "-m", "dvc", *(("exp", "run") if is_experiment(words) else ("repro",)), *words],
         env=env,
         preexec_fn=lambda: processes.die_with_parent(signal.SIGTERM),
     )

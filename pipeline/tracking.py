@@ -230,6 +230,34 @@ def _dataset_input(dataset: Dataset) -> Any:
     return DatasetInput(entity, [InputTag("mlflow.data.context", dataset.context)])
 
 
+def register_student(pair: str, run_id: str, tags: Mapping[str, str]) -> str | None:
+    """Make the student of row ``run_id`` a version of the registered model ``pair``, once; return the version's number.
+
+    The version points at the student's folder and carries ``tags``; no weights are copied. None with a tracking server:
+    it takes only sources among the run's own artifacts, where gigabytes of weights don't belong.
+    """
+    if not tracking_uri().startswith("sqlite:"):
+        return None
+    folder = main_checkout().resolve() / "artifacts" / "distill" / pair
+    with _store() as client:
+        if not client.search_registered_models(f"name = '{pair}'"):
+            client.create_registered_model(pair, description=f"Students of pair {pair}, one version per row.")
+        known = client.search_model_versions(f"name = '{pair}' and run_id = '{run_id}'")
+        version = (
+            known[0]
+            if known
+            else client.create_model_version(
+                pair,
+                folder.as_uri(),
+                run_id,
+                tags={_name(key): value for key, value in {**tags, **git_state()}.items()},
+                description="In its folder while that has this dvc_md5; else check out git_commit, `make repro`: "
+                "DVC restores it from its cache.",
+            )
+        )
+    return str(version.version)
+
+
 def find_pair(pair: str, fingerprint: str) -> str | None:
     """Run id of the row of (``pair``, ``fingerprint``); None where the store has none, or isn't there."""
     local = main_checkout().resolve() / "mlflow.db"

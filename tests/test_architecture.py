@@ -20,7 +20,19 @@ STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 # How jobs are run, never what they compute: a change here must not make a result stale, so no stage may import them.
 ORCHESTRATION = {
     f"pipeline.{name}"
-    for name in ("run", "flow", "jobs", "parts", "observer", "processes", "server", "terminal", "repro", "check")
+    for name in (
+        "run",
+        "flow",
+        "jobs",
+        "parts",
+        "observer",
+        "processes",
+        "server",
+        "terminal",
+        "repro",
+        "check",
+        "deploy",
+    )
 }
 SOURCES = sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("pipeline/*.py")])
 
@@ -152,7 +164,11 @@ def test_imports_go_one_way() -> None:
 
 @pytest.mark.parametrize(
     ("package", "homes"),
-    [("prefect", {"pipeline/flow.py", "pipeline/observer.py"}), ("mlflow", {"pipeline/tracking.py"}), ("dvc", set())],
+    [
+        ("prefect", {"pipeline/flow.py", "pipeline/observer.py", "pipeline/deploy.py"}),
+        ("mlflow", {"pipeline/tracking.py"}),
+        ("dvc", set()),
+    ],
 )
 def test_each_orchestrator_has_one_door(package: str, homes: set[str]) -> None:
     pattern = re.compile(rf"^\s*(import|from) {package}\b", re.M)
@@ -226,5 +242,5 @@ def test_the_readme_tree_is_the_tree() -> None:
 
 TRACKED_TOP = {
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt",
-    "dvc.yaml", "params.yaml", "presets", "pipeline", "src", "evals", "tests", "benchmarks", "docs",
+    "dvc.yaml", "params.yaml", "prefect.yaml", "presets", "pipeline", "src", "evals", "tests", "benchmarks", "docs",
 }  # fmt: skip

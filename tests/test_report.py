@@ -12,6 +12,7 @@ from alambique.report import (
     cost_rows,
     gap_recovered,
     gap_silence,
+    headline,
     mlflow_metrics,
     page,
     quality_rows,
@@ -39,7 +40,7 @@ def test_the_summary_keeps_its_contract(summary: dict[str, Any]) -> None:
     assert summary["perplexity"]["teacher"] == 26.8
     for name in BENCHMARKS:
         for who in ("teacher", "before", "after"):
-            assert set(summary["benchmarks"][name][who]) == {"metric", "value", "stderr", "n"}
+            assert set(summary["benchmarks"][name][who]) == {"metric", "value", "stderr", "n", "seconds"}
     assert {who: summary["benchmarks"]["boolq"][who]["value"] for who in ("teacher", "before", "after")} == {
         "teacher": 0.8,
         "before": 0.5,
@@ -97,7 +98,7 @@ def test_every_stage_has_its_cost(summary: dict[str, Any]) -> None:
     assert costs["evaluate: heldout"] == {
         "stage": "evaluate: heldout", "peak_mib": 1737.1, "tokens_per_s": None, "seconds": 23.9, "device": "cpu",
     }  # fmt: skip
-    assert costs["evaluate: benchmarks"]["seconds"] == pytest.approx(6 * 9.5)
+    assert costs["evaluate: benchmarks"]["seconds"] == pytest.approx(2 * (40.0 + 2 * 32.0))
 
 
 def test_a_student_equal_to_its_teacher_has_no_gap(summary: dict[str, Any]) -> None:
@@ -156,6 +157,9 @@ def test_metrics_are_flat_numbers_under_grouped_names(summary: dict[str, Any]) -
         "eval/mmlu_acc": 0.25, "eval/kl_nats": 0.45, "eval/kl_nats_before": 0.9, "eval/agreement": 0.6,
         "eval/perplexity": 32.7, "eval/perplexity_teacher": 26.8,
         "eval/calibration_error": 0.03, "eval/calibration_error_teacher": 0.04, "gap_recovered/boolq": 0.8,
+        "student/bf16_gb": 0.226548864, "student/size_kept": 0.8420952, "student/items_per_s": 12.5,
+        "student/speedup": 1.25, "worth/agreement_per_gb": 2.6484352, "worth/training_s_per_agreement_point": 15.16,
+        "worth/accuracy": 0.495, "worth/accuracy_per_gb": 2.184959, "worth/accuracy_kept": 0.495 / 0.525,
     }  # fmt: skip
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value), name
@@ -219,3 +223,13 @@ def test_a_damaged_curve_is_refused(content: str | None, sentence: str, tmp_path
 )
 def test_what_was_removed_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
     assert sentence in removed(STUDENT | change)
+
+
+def test_the_headline_fits_a_terminal(results: Path) -> None:
+    figures = headline(summarise(results, "p", "t", BENCHMARKS))
+    assert list(figures) == [
+        "kl_nats", "agreement", "perplexity", "boolq", "mmlu", "bf16_gb", "cache_bytes_per_token",
+        "train_tokens_per_s", "train_peak_mib", "train_seconds",
+    ]  # fmt: skip
+    assert figures["kl_nats"] == 0.45
+    assert figures["boolq"] == 0.74

@@ -73,9 +73,9 @@ def write_results(root: Path) -> Path:
                 "value": value,
                 "stderr": math.sqrt(value * (1 - value) / (n - 1)),
                 "n": n,
+                "seconds": 40.0 if kind == "teacher" else 32.0,
                 "chance": 0.5 if name == "boolq" else None,
                 "peak_mib": 1188.7,
-                "seconds": 9.5,
                 "device": "cpu",
             }
             key = "t" if kind == "teacher" else "p"

@@ -124,7 +124,8 @@ def write_index(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist: name the folder of reports, or make one with `make repro`.")
     summaries, skipped = [], []
-    for path in sorted(folder.glob("*.json")):
+    # No dot in a key: PAIR.metrics.json is no report, but an extract for the terminal.
+    for path in sorted(found for found in folder.glob("*.json") if "." not in found.stem):
         try:
             summary = json.loads(path.read_bytes())
             _row(summary, [])

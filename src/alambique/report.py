@@ -39,7 +39,7 @@ def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str])
     Returns:
         JSON-ready: ``kl_nats``, ``agreement`` ({before, after}), ``perplexity`` ({teacher, before, after}), ``stderr``
         of these three in the same shape, ``calibration_error``, ``benchmarks.<name>.<teacher|before|after>`` =
-        {metric, value, stderr, n} with ``benchmarks.<name>.chance``, ``gap_recovered`` and
+        {metric, value, stderr, n, seconds} with ``benchmarks.<name>.chance``, ``gap_recovered`` and
         ``gap_recovered_stderr``, what ``teacher``, ``student``, ``distill`` and ``evaluate`` cost, ``cache`` and
         ``lineage`` (:mod:`alambique.provenance`), and ``validation`` ({step: figures}) where training measured it.
 
@@ -92,7 +92,7 @@ def _benchmark(results: Path, pair: str, teacher: str, name: str) -> dict[str, A
     for who in WHO:
         key = teacher if who == "teacher" else pair
         found = read_json(results / "evaluate" / _FOLDERS[who] / key / f"{name}.json", _REMEDY)
-        row[who] = {field: found[field] for field in ("metric", "value", "stderr", "n")}
+        row[who] = {field: found[field] for field in ("metric", "value", "stderr", "n", "seconds")}
         row["chance"] = found["chance"]
     return row
 
@@ -348,7 +348,47 @@ def mlflow_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
                 metrics[f"eval/{name}_stderr{_suffix(who)}"] = row[who]["stderr"]
     for name, share in summary["gap_recovered"].items():
         metrics[f"gap_recovered/{name}"] = share
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: float(value) for name, value in {**metrics, **_worth(summary)}.items()}
+
+
+def headline(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The dozen figures by which pairs and settings are compared in a terminal: all of the student after training."""
+    captured, trained = summary["teacher"], summary["distill"]
+    return {
+        **{name: summary[name]["after"] for name in ("kl_nats", "agreement", "perplexity")},
+        **{name: row["after"]["value"] for name, row in summary["benchmarks"].items()},
+        "bf16_gb": _worth(summary)["student/bf16_gb"],
+        "cache_bytes_per_token": captured["cache_bytes_per_token"],
+        **{f"train_{name}": trained[name] for name in ("tokens_per_s", "peak_mib", "seconds")},
+    }
+
+
+def _worth(summary: Mapping[str, Any]) -> dict[str, float]:
+    """What a student gives for its size, its time and its training: columns to sort students by.
+
+    Sizes are those of its parameters in bfloat16, in 10^9 bytes. Speeds are of scoring the benchmarks; only those of
+    models scored on one device compare.
+    """
+    student, agreement = summary["student"], summary["agreement"]
+    size_gb = 2 * student["num_parameters"] / 1e9
+    worth = {
+        "student/bf16_gb": size_gb,
+        "student/size_kept": student["num_parameters"] / student["teacher_parameters"],
+        "worth/agreement_per_gb": agreement["after"] / size_gb,
+    }
+    gained_points = 100 * (agreement["after"] - agreement["before"])
+    if gained_points > 0:
+        worth["worth/training_s_per_agreement_point"] = summary["distill"]["seconds"] / gained_points
+    if rows := list(summary["benchmarks"].values()):
+        accuracy = {who: sum(row[who]["value"] for row in rows) / len(rows) for who in WHO}
+        seconds = {who: sum(row[who]["seconds"] for row in rows) for who in WHO}
+        worth["student/items_per_s"] = sum(row["after"]["n"] for row in rows) / seconds["after"]
+        worth["student/speedup"] = seconds["teacher"] / seconds["after"]
+        worth["worth/accuracy"] = accuracy["after"]
+        worth["worth/accuracy_per_gb"] = accuracy["after"] / size_gb
+        if accuracy["teacher"] > 0:
+            worth["worth/accuracy_kept"] = accuracy["after"] / accuracy["teacher"]
+    return worth
 
 
 def _suffix(who: str) -> str:

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ORCHESTRATION = (
     "__init__", "run", "flow", "jobs", "parts", "observer", "processes", "repro", "server", "terminal", "tracking",
+    "deploy",
 )  # fmt: skip
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 
@@ -57,6 +58,24 @@ results.write_text(json.dumps({"tokens_per_s": 12.5, "nested": {"n": 3}}))
 """
 
 
+DVC_YAML = """
+stages:
+  prepare:
+    cmd: exec python -m pipeline.run prepare ok
+    params: [prepare]
+    metrics: [results/prepare/ok.json]
+  distill:
+    cmd: exec python -m pipeline.run distill ${how}
+    deps: [results/prepare/ok.json]
+    metrics: ["results/distill/${how}.json"]
+  report:
+    cmd: cp dvc.lock seen/lock && exec python -m pipeline.run report ok
+    deps: ["results/distill/${how}.json"]
+    params: [prepare]
+    metrics: [results/report/ok.json]
+"""
+
+
 class Project:
     """The fake project in ``root``, with the means to run it and to look for what was left behind."""
 
@@ -67,6 +86,34 @@ class Project:
         self.env["SHELL"] = "/bin/sh"  # dash, where it is Debian's: unlike bash it stays between DVC and the command
         self.env |= {"ALAMBIQUE_RETRY_DELAY_SECONDS": "0", "ALAMBIQUE_STOP_SECONDS": "2", "CUDA_VISIBLE_DEVICES": ""}
         self.env["PATH"] = f"{Path(sys.executable).parent}:{self.env['PATH']}"
+
+    def make_checkout(self, how: str) -> None:
+        """Make it a checkout of Git and DVC with three of the stages; the second behaves as ``how`` says."""
+        (self.root / "params.yaml").write_text(f"how: {how}\nprepare: {{a: 1}}\n")
+        (self.root / "dvc.yaml").write_text(DVC_YAML)
+        (self.root / ".dvc").mkdir()
+        (self.root / ".dvc" / "config").write_text("[core]\n    analytics = false\n    check_update = false\n")
+        (self.root / ".dvc" / ".gitignore").write_text("/config.local\n/tmp\n/cache\n")
+        (self.root / ".gitignore").write_text(
+            "results\nseen\n.work\n.prefect\noutput\nmlflow.db\nmlruns\n.mlflow.lock\n__pycache__\n"
+        )
+        (self.root / "seen").mkdir()
+        (self.root / "pipeline" / "check.py").write_text(
+            "def check_params():\n    open('seen/checked', 'a').write('x')\n"
+        )
+        (self.root / "pipeline" / "last_screen.py").write_text("def show():\n    print('LAST SCREEN')\n")
+        self.git("init", "-q", ".")
+
+    def git(self, *words: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        done = subprocess.run(["git", *identity, *words], cwd=self.root, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def commit(self) -> str:
+        """Commit all that Git doesn't ignore; the commit's name."""
+        self.git("add", "-A")
+        self.git("commit", "-qm", "as it is")
+        return self.git("rev-parse", "HEAD")
 
     def start(self, *words: str, module: str = "pipeline.run", **env: str) -> subprocess.Popen[bytes]:
         with (self.root / "output").open("w") as output:

@@ -4,8 +4,6 @@ One checkout serves the whole file, in order: each test changes one thing and lo
 """
 
 import json
-import os
-import re
 import resource
 import shutil
 import subprocess
@@ -14,154 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
-from ruamel.yaml import YAML
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from alambique.core.sources import content_sha256
+from tests.tiny_checkout import Checkout
 
-ROOT = Path(__file__).resolve().parents[2]
-WORDS = (
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "while",
-    "two",
-    "old",
-    "dogs",
-    "ran",
-    "over",
-    "green",
-    "hills",
-    "and",
-    "rain",
-)
 pytestmark = pytest.mark.timeout(600)
-
-
-def documents(count: int) -> list[str]:
-    """Distinct made-up sentences; a fixed linear congruence, so that they are the same everywhere."""
-    state, texts = 7, []
-    for number in range(count):
-        words = []
-        for _ in range(24):
-            state = (state * 1103515245 + 12345) % 2**31
-            words.append(WORDS[(state >> 16) % len(WORDS)])
-        texts.append(f"{number} {' '.join(words)}.")
-    return texts
-
-
-def build_model(folder: Path, texts: list[str]) -> None:
-    """A random Llama of four layers with a byte-level BPE tokenizer."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)  # peaked enough that dropping layers does damage
-    model.save_pretrained(folder)
-
-
-def tiny_params(root: Path) -> dict[str, Any]:
-    return {
-        "prepare": {
-            "seq_len": 32, "train_rows": 32, "valid_rows": 4, "seed": 0,
-            "corpora": [{"uri": f"file:corpus.txt#sha256={content_sha256(root / 'corpus.txt')}", "format": "text",
-                         "separator": "\n\n"}],
-        },
-        "teacher": {"top_k": 16, "dtype": "float32", "shard_mib": 0.002},
-        "student": {},
-        "distill": {"seed": 0, "steps": 60, "checkpoint_every_steps": 5, "rows_per_step": 4,
-                    "micro_batch_rows": 2, "learning_rate": 3e-3,
-                    "precision": "fp32"},
-        "evaluate": {"settings": {"dtype": "float32"}, "heldout": {}, "benchmarks": {"tiny": {"limit": 4}}},
-        "report": {},
-        "teachers": {"tiny": {"model": f"file:models/tiny#sha256={content_sha256(root / 'models/tiny')}",
-                              "capture": {}}},
-        "pairs": {"tiny_half": {"teacher": "tiny", "student": {"drop_layers": [1, 2]}, "distill": {}}},
-    }  # fmt: skip
-
-
-class Checkout:
-    """A git checkout with the project's code, its own data, and one Prefect server for all runs."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.env = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(root / "src"),
-            "GIT_AUTHOR_NAME": "t", "GIT_AUTHOR_EMAIL": "t@example.invalid",
-            "GIT_COMMITTER_NAME": "t", "GIT_COMMITTER_EMAIL": "t@example.invalid",
-        }  # fmt: skip
-        self.params: dict[str, Any] = {}
-
-    def build(self) -> None:
-        for name in ("pipeline", "src", "evals"):
-            shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        for name in ("dvc.yaml", ".dvcignore", ".dvc/config", ".dvc/.gitignore", ".gitignore"):
-            (self.root / name).parent.mkdir(exist_ok=True)
-            shutil.copy(ROOT / name, self.root / name)
-        texts = documents(120)
-        (self.root / "corpus.txt").write_text("\n\n".join(texts))
-        build_model(self.root / "models/tiny", texts)
-        self._add_benchmark()
-        self.params = tiny_params(self.root)
-        self.write_params()
-        self.command("git", "init", "-q", ".")
-        self.command("git", "add", "-A")
-        self.command("git", "commit", "-qm", "a checkout")
-
-    def _add_benchmark(self) -> None:
-        """A user's own benchmark: a folder in evals/ that reads BoolQ's stock definition on other data."""
-        rows = [{"question": t, "passage": t, "label": i % 2} for i, t in enumerate(documents(8))]
-        datasets.Dataset.from_list(rows).save_to_disk(self.root / "data/validation")
-        (self.root / "evals/tiny").mkdir()
-        (self.root / "evals/tiny/benchmark.yaml").write_text(
-            "task: boolq\nstock: super_glue/boolq/default.yaml\nmetric: acc\nchance: 0.5\n"
-            f"data: file:data#sha256={content_sha256(self.root / 'data')}\noverride: {{training_split: null}}\n"
-        )
-
-    def write_params(self) -> None:
-        with (self.root / "params.yaml").open("w") as stream:
-            YAML().dump(self.params, stream)
-
-    def command(self, *words: str, code: int = 0) -> str:
-        done = subprocess.run(
-            words, cwd=self.root, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-        )
-        assert done.returncode == code, f"{words} ended with {done.returncode}:\n{done.stdout[-6000:]}"
-        return done.stdout
-
-    def repro(self) -> list[str]:
-        """Run `dvc repro`; return the stages that ran, not those that were skipped or restored."""
-        self.write_params()
-        output = self.command("dvc", "repro")
-        return re.findall(r"Running stage '([^']+)'", output)
-
-    def read(self, path: str) -> Any:
-        return json.loads((self.root / path).read_text())
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +63,7 @@ def test_the_report_keeps_its_contract(checkout: Checkout) -> None:
         assert {"before", "after"} <= set(report[name])
     assert report["perplexity"]["teacher"] > 1
     for who in ("teacher", "before", "after"):
-        assert set(report["benchmarks"]["tiny"][who]) == {"metric", "value", "stderr", "n"}
+        assert set(report["benchmarks"]["tiny"][who]) == {"metric", "value", "stderr", "n", "seconds"}
     assert {"tokens_per_s", "peak_mib", "cache_bytes_per_token", "num_tokens"} <= set(report["teacher"])
     wanted = {"tokens_per_s", "peak_mib", "tflop_per_s", "seconds", "num_tokens", "loss_impl"}
     assert wanted <= set(report["distill"])
@@ -232,8 +90,7 @@ def test_nothing_changed_nothing_runs(checkout: Checkout) -> None:
 
 
 def test_no_artifact_is_on_the_disk_twice(checkout: Checkout) -> None:
-    weights = checkout.root / "artifacts/distill/tiny_half/model.safetensors"
-    assert weights.stat().st_nlink >= 2  # the checkout's name and the cache's name for one copy
+    assert checkout.not_linked() == []
 
 
 def test_a_learning_rate_reruns_training_and_what_follows(checkout: Checkout) -> None:
@@ -269,25 +126,69 @@ def test_a_second_pair_leaves_the_teacher_alone(checkout: Checkout) -> None:
     assert checkout.read("results/distill/tiny_most.json")["steps"] == 4
 
 
-def test_one_complete_row_per_pair_and_fingerprint(checkout: Checkout) -> None:
-    """Rows so far: tiny_half three times (first, another learning rate, another limit) and tiny_most once."""
+def rows(checkout: Checkout) -> list[dict[str, Any]]:
+    """The rows of experiment *pairs* in the checkout's own database."""
     script = (
         "import json, mlflow; mlflow.set_tracking_uri('sqlite:///mlflow.db');"
         "runs = mlflow.search_runs(experiment_names=['pairs'], output_format='list');"
-        "print(json.dumps([[r.data.tags['pair'], r.data.tags['fingerprint'], r.data.metrics] for r in runs]))"
+        "print(json.dumps([r.data.to_dictionary() | {'status': r.info.status} for r in runs]))"
     )
-    rows = json.loads(checkout.command(sys.executable, "-W", "ignore", "-c", script).strip().splitlines()[-1])
-    assert sorted(pair for pair, _, _ in rows) == ["tiny_half", "tiny_half", "tiny_half", "tiny_most"]
-    assert len({fingerprint for _, fingerprint, _ in rows}) == 4
-    for _, _, metrics in rows:
-        for name in (
-            "teacher/peak_mib",
-            "teacher/tokens_per_s",
-            "distill/peak_mib",
-            "distill/tokens_per_s",
-            "eval/tiny_acc",
-        ):
-            assert name in metrics
+    return json.loads(checkout.command(sys.executable, "-W", "ignore", "-c", script).strip().splitlines()[-1])
+
+
+FIGURES = {
+    "teacher/peak_mib",
+    "teacher/tokens_per_s",
+    "distill/peak_mib",
+    "distill/tokens_per_s",
+    "eval/tiny_acc",
+}  # fmt: skip
+
+
+def test_one_complete_row_per_pair_and_fingerprint(checkout: Checkout) -> None:
+    """Rows so far: tiny_half three times (first, another learning rate, another limit) and tiny_most once."""
+    found = rows(checkout)
+    assert sorted(row["tags"]["pair"] for row in found) == ["tiny_half", "tiny_half", "tiny_half", "tiny_most"]
+    assert len({row["tags"]["fingerprint"] for row in found}) == 4
+    assert all(row["metrics"].keys() >= FIGURES for row in found)
+
+
+def test_an_experiment_in_a_copy_writes_its_row_into_the_checkout(checkout: Checkout) -> None:
+    """Another learning rate was trained above, so that only one evaluation and the report have to run here."""
+    checkout.commit()
+    params = (checkout.root / "params.yaml").read_text()
+    output = checkout.command(
+        "dvc", "exp", "run", "--temp", "--name", "slower", "-S", "distill.learning_rate=1e-3", "report@tiny_half"
+    )
+    assert set(checkout.stages_run(output)) == {"evaluate@distill-tiny_half-tiny", "report@tiny_half"}
+    assert (checkout.root / "params.yaml").read_text() == params
+    (row,) = [row for row in rows(checkout) if row["tags"].get("dvc_exp") == "slower"]
+    assert row["status"] == "FINISHED"
+    assert row["tags"]["pair"] == "tiny_half"
+    assert row["params"]["distill.learning_rate"] == "0.001"
+    assert row["metrics"].keys() >= FIGURES
+    assert len(list(checkout.root.rglob("mlflow.db"))) == 1
+
+
+def test_a_second_clone_pulls_and_runs_nothing(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.command("dvc", "remote", "add", "--local", "--default", "store", str(tmp_path / "store"))
+    checkout.command("dvc", "push", "--run-cache")
+    checkout.commit()
+    clone = Checkout(tmp_path / "clone")
+    checkout.command("git", "clone", "--quiet", ".", str(clone.root))
+    clone.command("dvc", "remote", "add", "--local", "--default", "store", str(tmp_path / "store"))
+    clone.command("dvc", "pull")
+    assert clone.stages_run(clone.command("dvc", "repro")) == []
+    assert clone.not_linked() == []
+    shutil.rmtree(clone.root / "artifacts")
+    clone.command("dvc", "checkout")
+    assert clone.not_linked() == []
+    # Neither dvc.lock nor a cache: the remote's record of runs is enough.
+    for folder in ("artifacts", "results", ".dvc/cache"):
+        shutil.rmtree(clone.root / folder)
+    (clone.root / "dvc.lock").unlink()
+    assert clone.stages_run(clone.command("dvc", "repro", "--pull")) == []
+    assert clone.not_linked() == []
 
 
 @pytest.mark.parametrize("stage", ["teacher", "distill"])

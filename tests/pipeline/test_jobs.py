@@ -219,9 +219,8 @@ def test_gpus_are_those_that_the_environment_allows(monkeypatch: pytest.MonkeyPa
 
 def test_every_variable_of_ours_is_in_the_table() -> None:
     root = Path(__file__).parents[2]
-    code = "".join(
-        path.read_text() for folder in ("src", "pipeline", "benchmarks") for path in (root / folder).rglob("*.py")
-    )
+    files = [path for folder in ("src", "pipeline", "benchmarks", "tests") for path in (root / folder).rglob("*.py")]
+    code = "".join(path.read_text() for path in [*files, root / "Makefile", root / "prefect.yaml"])
     table = (root / "docs" / "environment.md").read_text()
     assert set(re.findall(r"ALAMBIQUE_\w+", code)) == set(re.findall(r"ALAMBIQUE_\w+", table))
     for name in server._DEFAULTS:

@@ -81,11 +81,18 @@ def test_it_writes_the_page_the_plots_and_one_complete_row(checkout: Path) -> No
     assert logged["distill.loss.tail"] == "truncate"
     tags = dict(database.execute("select key, value from tags where run_uuid = ?", [run_id]))
     assert tags["dvc:artifacts/distill/p"] == "md5 of artifacts/distill/p"
+    version = database.execute("select version, source, run_id from model_versions where name = 'p'").fetchall()
+    assert version == [(1, (checkout / "artifacts/distill/p").as_uri(), run_id)]
+    lineage = dict(database.execute("select key, value from model_version_tags where name = 'p'"))
+    assert lineage["dvc_md5"] == "md5 of artifacts/distill/p"
+    assert lineage["fingerprint"] == found["fingerprint"]
+    assert lineage["after_model"] == f"artifacts/distill/p {'c' * 64}"
     assert {"p.html", "p.json", "p.md", "loss.svg", "params.yaml"} <= {path.name for path in Path("mlruns").rglob("*")}
     before = {path: path.read_bytes() for path in Path("results/report").rglob("*") if path.is_file()}
     report.run("p")  # the same results: the same bytes, the same row
     assert {path: path.read_bytes() for path in Path("results/report").rglob("*") if path.is_file()} == before
     assert database.execute("select count(*) from runs").fetchone() == (1,)
+    assert database.execute("select count(*) from model_versions").fetchone() == (1,)
 
 
 def test_a_missing_result_is_told_before_anything_is_written(checkout: Path) -> None:

@@ -1,7 +1,6 @@
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +9,10 @@ import pytest
 from alambique.core.errors import UserError
 from pipeline import repro
 
-DVC_YAML = """
-stages:
-  prepare:
-    cmd: exec python -m pipeline.run prepare ok
-    params: [prepare]
-    metrics: [results/prepare/ok.json]
-  distill:
-    cmd: exec python -m pipeline.run distill ${how}
-    deps: [results/prepare/ok.json]
-    metrics: ["results/distill/${how}.json"]
-  report:
-    cmd: cp dvc.lock seen/lock && exec python -m pipeline.run report ok
-    deps: ["results/distill/${how}.json"]
-    metrics: [results/report/ok.json]
-"""
-GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org"]
-
-
-def make_checkout(project: Any, how: str) -> None:
-    root = project.root
-    (root / "params.yaml").write_text(f"how: {how}\nprepare: {{a: 1}}\n")
-    (root / "dvc.yaml").write_text(DVC_YAML)
-    (root / ".dvc").mkdir()
-    (root / ".dvc" / "config").write_text("[core]\n    analytics = false\n    check_update = false\n")
-    (root / ".gitignore").write_text("results\nseen\n.work\n.prefect\noutput\nmlflow.db\n")
-    (root / "seen").mkdir()
-    (root / "pipeline" / "check.py").write_text("def check_params():\n    open('seen/checked', 'a').write('x')\n")
-    (root / "pipeline" / "last_screen.py").write_text("def show():\n    print('LAST SCREEN')\n")
-    subprocess.run([*GIT, "init", "-q", str(root)], check=True)
-
 
 @pytest.mark.slow
 def test_a_run_with_its_own_server_and_one_with_nothing_to_do(bare_project: Any, prefect_database: Path) -> None:
-    make_checkout(bare_project, "ok")
+    bare_project.make_checkout("ok")
     (bare_project.root / ".prefect").mkdir()
     shutil.copy(prefect_database, bare_project.root / ".prefect" / "prefect.db")
     code, output = bare_project.run(module="pipeline.repro", PATH="/usr/bin:/bin")
@@ -71,7 +40,7 @@ def test_a_run_with_its_own_server_and_one_with_nothing_to_do(bare_project: Any,
 
 
 def test_a_failing_stage_gives_its_exit_status_and_no_last_screen(project: Any) -> None:
-    make_checkout(project, "refused")
+    project.make_checkout("refused")
     code, output = project.run(module="pipeline.repro")
     assert code != 0
     assert "error: the value is wrong." in output
@@ -90,7 +59,7 @@ def test_a_failing_stage_gives_its_exit_status_and_no_last_screen(project: Any) 
     ],
 )
 def test_stopping_leaves_nothing(project: Any, victim: str, number: signal.Signals) -> None:
-    make_checkout(project, "sleep")
+    project.make_checkout("sleep")
     process = project.start(module="pipeline.repro")
     project.started_pids()
     victims = {"terminal": group_of, "repro": lambda pid: [pid], "dvc": lambda pid: [child_of(pid)]}
@@ -102,7 +71,7 @@ def test_stopping_leaves_nothing(project: Any, victim: str, number: signal.Signa
 
 
 def test_two_at_once_are_refused(project: Any) -> None:
-    make_checkout(project, "sleep")
+    project.make_checkout("sleep")
     first = project.start(module="pipeline.repro")
     project.started_pids()
     code, output = project.run(module="pipeline.repro")

@@ -1,5 +1,7 @@
+import contextlib
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from ruamel.yaml import YAML
 from alambique.core.errors import UserError
 from pipeline import tracking
 from pipeline.tracking import Dataset, chain_fingerprint, dvc_hashes, record_pair
+from tests.pipeline.conftest import wait_for
 
 ROOT = Path(__file__).parents[2]
 PARAMS = {"pairs": {"p": {"teacher": "t"}, "other": {"teacher": "t"}}, "evaluate": {"benchmarks": {"boolq": {}}}}
@@ -171,25 +174,34 @@ def test_a_row_that_a_kill_left_incomplete_is_completed(mlflow_database: Path, m
 
 @pytest.mark.slow
 def test_four_writers_on_a_new_database(checkout: Path) -> None:
+    """Each writes a row of its own and one that all share."""
     code = """
 import sys
-from pipeline.tracking import record_pair
-for fingerprint in ("a" * 16, "b" * 16):
-    record_pair("p", fingerprint, {"x": 1}, {"distill/y": 2.0}, {}, [])
+from pathlib import Path
+from pipeline.tracking import record_pair, register_student
+for fingerprint in ("a" * 16, sys.argv[1] * 16):
+    params = {f"p{number}": number for number in range(150)}
+    run = record_pair("p", fingerprint, params, {"distill/y": 2.0}, {"dvc:x": "abc"}, [Path("params.yaml")])
+    register_student("p", run, {"dvc_md5": "abc"})
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
 
-    def write(_: int) -> int:
-        return subprocess.run([sys.executable, "-c", code], cwd=checkout, env=env, check=False).returncode
+    def write(name: str) -> int:
+        return subprocess.run([sys.executable, "-c", code, name], cwd=checkout, env=env, check=False).returncode
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(write, range(4))) == [0, 0, 0, 0]
-    with sqlite3.connect(checkout / "mlflow.db") as database:
-        rows = database.execute("select name, status from runs order by name").fetchall()
-        metrics = database.execute("select count(*) from metrics").fetchone()
-    database.close()
-    assert rows == [("p-aaaaaa", "FINISHED"), ("p-bbbbbb", "FINISHED")]
-    assert metrics == (2,)
+        assert list(pool.map(write, "bcde")) == [0, 0, 0, 0]
+    with contextlib.closing(sqlite3.connect(checkout / "mlflow.db")) as database:
+        rows = database.execute("select run_uuid, name, status from runs order by name").fetchall()
+        assert [row[1:] for row in rows] == [(f"p-{name * 6}", "FINISHED") for name in "abcde"]
+        for table, count in {"metrics": 1, "params": 150}.items():
+            assert database.execute(f"select count(*) from {table} group by run_uuid").fetchall() == 5 * [(count,)]
+        tagged = database.execute("select count(*) from tags where key = 'dvc:x'").fetchone()
+        assert tagged == (5,)
+        versions = database.execute("select version, run_id from model_versions order by version").fetchall()
+    assert [number for number, _ in versions] == [1, 2, 3, 4, 5]
+    assert {run for _, run in versions} == {row[0] for row in rows}
+    assert all((checkout / "mlruns/pairs" / row[0] / "artifacts/params.yaml").is_file() for row in rows)
 
 
 def test_the_store_is_in_the_main_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +209,38 @@ def test_the_store_is_in_the_main_checkout(monkeypatch: pytest.MonkeyPatch) -> N
     assert tracking.tracking_uri() == "sqlite:////home/me/project/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
     assert tracking.tracking_uri() == "http://tracking:5000"
+
+
+REPORT_WITH_A_ROW = """
+from pipeline.tracking import record_pair
+name = os.environ["DVC_EXP_NAME"]
+record_pair("ok", name, {"a": 1}, {"distill/y": 2.0}, {}, [])
+"""
+
+
+@pytest.mark.slow
+def test_queued_and_workspace_experiments_write_into_the_main_checkout(project: Any, new_mlflow_database: Path) -> None:
+    project.make_checkout("ok")
+    (project.root / "dvc.lock").unlink()  # of the other tests' checkout
+    shutil.copy(new_mlflow_database, project.root / "mlflow.db")
+    with (project.root / "pipeline" / "report.py").open("a") as stage:
+        stage.write(REPORT_WITH_A_ROW)
+    project.commit()
+
+    def names() -> set[str]:
+        with contextlib.closing(sqlite3.connect(project.root / "mlflow.db")) as database:
+            query = "select value from tags join runs using (run_uuid) where key = 'dvc_exp' and status = 'FINISHED'"
+            return {value for (value,) in database.execute(query)}
+
+    for number in (2, 3):
+        code, output = project.run(
+            "exp", "run", "--queue", "--name", f"q{number}", "-S", f"prepare.a={number}", module="dvc"
+        )
+        assert code == 0, output
+    assert project.run("queue", "start", "-j", "2", module="dvc")[0] == 0
+    wait_for(lambda: names() == {"q2", "q3"}, 90)
+    code, output = project.run("exp", "run", "--name", "here", "-S", "prepare.a=4", module="dvc")
+    assert code == 0, output
+    assert names() == {"q2", "q3", "here"}
+    assert not list((project.root / ".dvc").rglob("mlflow.db"))
+    project.run("queue", "stop", "--kill", module="dvc")
