@@ -11,6 +11,7 @@ import dataclasses
 import io
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -59,6 +60,7 @@ from alambique.train.state import CurvePoint, DistillResult, Interrupted
 from alambique.train.validation import Validate, validator
 from pipeline.job import EXIT_USER_ERROR, code_of, fingerprint, job_main, leave
 
+_TORN = re.compile(r"Connection (?:closed|reset) by peer")  # of gloo: another process has ended, and said why
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: a checkpoint is saved, run the same command again
 
 
@@ -195,6 +197,10 @@ def _together(pair: str, stop: threading.Event, rank: int) -> int:
             if group.leads:
                 print(interrupted, file=sys.stderr)
             leave(EXIT_RESUMABLE)
+        except RuntimeError as error:
+            if not _TORN.search(str(error)):
+                raise
+            leave(1)
     return 0
 
 

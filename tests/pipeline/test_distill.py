@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ruamel.yaml import YAML
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from alambique.core.errors import UserError
@@ -24,6 +25,7 @@ from alambique.core.sources import content_sha256
 from alambique.data.dataset import PackedRows, PreparedData
 from alambique.heldout import HeldoutConfig, heldout
 from alambique.models.load import SplitModel, load_model, load_tokenizer, tokenizer_sha256
+from alambique.train.sharded import note_fitting_rows
 from pipeline import distill, student, teacher
 from tests.tiny_models import save_model, tiny_model, tiny_tokenizer
 
@@ -230,6 +232,94 @@ def test_a_stop_is_resumable_and_leaves_no_trace(project: Path, whole: dict[str,
     distill.run("half")
     assert read_json(RESULTS)["resumed_from_step"] >= 1
     assert shipped() == whole
+
+
+# ---- several processes
+
+
+def start_two(project: Path) -> subprocess.Popen[str]:
+    progress = project / "progress"
+    environment = {
+        **os.environ, PROGRESS_FILE: str(progress), "PYTHONPATH": str(project), "ALAMBIQUE_TRAIN_PROCESSES": "2"
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pipeline.distill", "half"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_stop_go_on_and_ship_what_one_does(project: Path, whole: dict[str, bytes]) -> None:
+    process = start_two(project)
+    wait_for_steps(project / "progress", 1, process)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate()
+    assert process.returncode == 75, stderr
+    assert stderr.count("; the same command continues from there") == 1
+    assert "Traceback" not in stderr
+    process = start_two(project)
+    _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    results = read_json(RESULTS)
+    assert results["resumed_from_step"] >= 1
+    assert results["device"].startswith("2 x cpu")
+    assert shipped().keys() == whole.keys()
+    assert not list(Path(".work/distill").iterdir())
+    AutoModelForCausalLM.from_pretrained(OUT)
+    curves = [list(csv.DictReader(data.decode().splitlines())) for data in (shipped()[CURVE.name], whole[CURVE.name])]
+    for point, wanted in zip(*curves, strict=True):
+        for key, value in point.items():
+            assert float(value) == pytest.approx(float(wanted[key]), rel=1e-3), (wanted["step"], key)
+    assert load(shipped()["model.safetensors"]).keys() == load(whole["model.safetensors"]).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_loss_that_is_not_finite_is_one_sentence_of_two_processes(project: Path) -> None:
+    change(learning_rate=1e38)
+    process = start_two(project)
+    _, stderr = process.communicate()
+    assert process.returncode == 2, stderr
+    assert stderr.count("error: step ") == 1
+    assert "Traceback" not in stderr
+
+
+def test_memory_that_ran_out_starts_all_processes_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ALAMBIQUE_TRAIN_PROCESSES", "2")
+    scratch, tries = distill.Job.open("half").scratch, iter([(1, 75), (None, 0)])
+
+    def launch(number: int, *words: str, grace_seconds: int) -> int:
+        fitting, code = next(tries)
+        if fitting is not None:
+            note_fitting_rows(scratch, fitting)
+        assert (number, words, grace_seconds) == (2, ("-m", "pipeline.distill", "half"), 10)
+        return code
+
+    monkeypatch.setattr(distill, "launch", launch)
+    distill.run("half")
+    assert next(tries, None) is None
+    assert capsys.readouterr().err == "out of memory: going on with micro-batches of 1 rows per process\n"
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings", "gpus", "message"),
+    [
+        ("8", {}, 0, "8 processes can't share the 4 rows of a step: raise distill.rows_per_step, or lower ALAMBIQUE_T"),
+        ("2", {"compile": True}, 0, "distill.compile is for one process: unset it, or ALAMBIQUE_TRAIN_PROCESSES."),
+        ("2", {}, 1, "ALAMBIQUE_TRAIN_PROCESSES=2 needs 2 GPUs, and 1 can be seen: lower it, or make more visible"),
+        ("two", {}, 0, "ALAMBIQUE_TRAIN_PROCESSES=two must be a number, 0 or more: correct or unset it."),
+    ],
+)
+def test_processes_that_cannot_train_together_are_not_started(
+    project: Path, monkeypatch: pytest.MonkeyPatch, processes: str, settings: dict[str, Any], gpus: int, message: str
+) -> None:
+    monkeypatch.setenv("ALAMBIQUE_TRAIN_PROCESSES", processes)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(distill, "launch", None)
+    change(**settings)
+    with pytest.raises(UserError, match=message):
+        distill.run("half")
 
 
 def test_other_settings_never_resume_from_these_checkpoints(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,12 @@ def scripted() -> Callable[[SplitModel], dict[str, float]]:
         with torch.inference_mode():
             logits = student.logits(student.hidden(rows.input_ids_RS[:1].long(), rows.document_ids_RS[:1]))
         assert not isinstance(logits, DTensor)
-        return {"kl_nats": next(kls), "agreement": 0.5, "perplexity": float(logits.exp().mean()), "calibration_error": 0.1}
+        return {
+            "kl_nats": next(kls),
+            "agreement": 0.5,
+            "perplexity": float(logits.exp().mean()),
+            "calibration_error": 0.1,
+        }
 
     return validate
 
@@ -90,11 +95,11 @@ def said(action: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def stops(out: Path, processes: Processes) -> None:
+def stops(out: Path, processes: Processes, group: Group) -> None:
     """What ends a run in one process ends it in both."""
-    found = {}
+    found: dict[str, str | bool] = {"speaks": group.is_first("what both have to say")}
     found["stop"] = said(
-        lambda: make("tied", out / "stopped", checkpoint_every_steps=100, stop=stop_here(processes.rank, 10))
+        lambda: make("tied", out / "stopped", checkpoint_every_steps=100, stop=stop_here(processes.rank, 11))
     )
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, tiny_run, "RandomTeacher", tiny_run.RandomTeacher)
@@ -113,13 +118,13 @@ def stops(out: Path, processes: Processes) -> None:
 
 
 def main(out: Path) -> None:
-    with Group(tiny_run.CPU):
+    with Group(tiny_run.CPU) as group:
         processes = Processes.of_group()
         tiny_run.PROCESSES = processes
         for name in RUNS:
             save(out, name, *make(name, out / f"{name}.scratch"))
         save(out, "resumed", *make("tied", out / "single"))  # where one process was stopped
-        stops(out, processes)
+        stops(out, processes, group)
 
 
 if __name__ == "__main__":

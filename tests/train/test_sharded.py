@@ -73,6 +73,7 @@ def test_a_stopped_run_goes_on_with_another_number_of_processes(out: Path, tmp_p
 def test_what_ends_one_process_ends_all(out: Path) -> None:
     first, second = (json.loads((out / f"said.{rank}.json").read_text()) for rank in (0, 1))
     assert first["stop"] == second["stop"] == "Interrupted: stopped after step 5; the same command continues from there"
+    assert first["speaks"] is not second["speaks"]
     assert (first["unreadable"], second["unreadable"]) == ("Stopped: ", "UserError: shard 3 is damaged.")
     rows = ", ".join(map(str, step_rows(step=2)))
     assert first["nan"] == second["nan"]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -86,7 +86,7 @@ class Processes:
         text = json.dumps(value).encode() if self.leads else b""
         length = torch.tensor(len(text))
         dist.broadcast(length, src=0)
-        data = torch.tensor(list(text), dtype=torch.uint8) if self.leads else torch.empty(int(length), dtype=torch.uint8)
+        data = torch.tensor([*text] if self.leads else [0] * int(length), dtype=torch.uint8)
         dist.broadcast(data, src=0)
         return json.loads(bytes(data.tolist()))
 
