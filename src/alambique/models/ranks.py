@@ -98,7 +98,7 @@ class Group:
         self._store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=dist.PrefixStore("group", self._store),
+            store=self._store,
             rank=rank,
             world_size=size,
             device_id=self._device if on_gpu else None,

@@ -136,7 +136,8 @@ class ShardedStudent(SplitModel):
         policy = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False)
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         modules = [fully_shard(layer, mesh=mesh, mp_policy=policy) for layer in reversed(layers)]  # inner ones first
-        self._root = fully_shard(_Root(model, self._forward), mesh=mesh)
+        self._backbone_pass = _Root(model, self._forward)
+        self._root = fully_shard(self._backbone_pass, mesh=mesh)  # the same object
         for module in (*modules, self._root):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -145,7 +146,7 @@ class ShardedStudent(SplitModel):
 
     def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
         """As ``SplitModel.hidden``; all processes must call it, each with rows of its own."""
-        hidden_BSD: Tensor = self._root(input_ids_BS, document_ids_BS)
+        hidden_BSD: Tensor = self._backbone_pass(input_ids_BS, document_ids_BS)
         return hidden_BSD
 
     def _forward(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
