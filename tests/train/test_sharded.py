@@ -35,25 +35,36 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_same(out: Path, name: str, student: Any, result: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+def assert_same(out: Path, name: str, student: Any, result: Any) -> None:
     found = json.loads((out / f"{name}.json").read_text())
     assert len(found["curve"]) == len(result.curve) == 2 * 12 // RUNS.get(name, {}).get("rows_per_step", 4)
     for point, wanted in zip(found["curve"], result.curve, strict=True):
         for key, value in point.items():
-            assert value == pytest.approx(getattr(wanted, key), rel=rtol), (wanted.step, key)
+            assert value == pytest.approx(getattr(wanted, key), rel=1e-4), (wanted.step, key)
     assert found["num_target_tokens"] == result.num_target_tokens
     assert found["shipped_step"] == result.shipped_step
     tensors = load_file(out / f"{name}.safetensors")
     assert tensors.keys() == {key for key, _ in weights(student.model)}
     for key, value in weights(student.model):
-        torch.testing.assert_close(tensors[key], value, rtol=rtol, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(tensors[key], value, rtol=1e-4, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "bf16"])
 def test_two_processes_learn_what_one_learns(name: str, out: Path, tmp_path: Path) -> None:
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if name == "bf16" else {}
-    assert_same(out, name, *make(name, tmp_path), **tolerance)
+    assert_same(out, name, *make(name, tmp_path))
+
+
+@pytest.mark.slow
+def test_bfloat16_rounds_in_two_processes_as_much_as_in_one(out: Path, tmp_path: Path) -> None:
+    """Rounding decides what such a run learns: two differ as one does that is cut otherwise."""
+    exact, one = (
+        [point.loss_nats for point in make("bf16", tmp_path / name, precision=name)[1].curve]
+        for name in ("fp32", "bf16")
+    )
+    two = [point["loss_nats"] for point in json.loads((out / "bf16.json").read_text())["curve"]]
+    errors = [max(abs(a / b - 1) for a, b in zip(curve, exact, strict=True)) for curve in (one, two)]
+    assert 0 < errors[1] < 3 * errors[0] < 0.03
 
 
 @pytest.mark.slow
