@@ -220,7 +220,7 @@ def wait_for_steps(progress: Path, steps: int, process: subprocess.Popen[str]) -
 @pytest.mark.slow
 def test_a_stop_is_resumable_and_leaves_no_trace(project: Path, whole: dict[str, bytes]) -> None:
     progress = project / "progress"
-    environment = {**os.environ, PROGRESS_FILE: str(progress), "PYTHONPATH": str(project)}
+    environment = {**os.environ, PROGRESS_FILE: str(progress), "PYTHONPATH": f"{project}:{project}/src"}
     command = [sys.executable, "-m", "pipeline.distill", "half"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     wait_for_steps(progress, 1, process)

@@ -23,6 +23,7 @@ from alambique.models.ranks import Group
 from alambique.train.checkpoint import weights
 from alambique.train.sharded import Processes, ShardedStudent, Stopped, collect
 from alambique.train.state import Interrupted
+from tests.losses.parallel_worker import Collectives
 
 # Of every run that both one process and two make; rows have between 11 and 15 targets, so parts are uneven.
 RUNS: dict[str, dict[str, Any]] = {
@@ -117,6 +118,13 @@ def stops(out: Path, processes: Processes, group: Group) -> None:
     (out / f"said.{processes.rank}.json").write_text(json.dumps(found))
 
 
+def sent(out: Path) -> None:
+    """Two steps of two micro-batches in each process."""
+    with Collectives() as counted:
+        make("untied", out / "sent", steps=2, checkpoint_every_steps=100)
+    (out / f"sent.{dist.get_rank()}.json").write_text(json.dumps(counted.counts))
+
+
 def main(out: Path) -> None:
     with Group(tiny_run.CPU) as group:
         processes = Processes.of_group()
@@ -125,6 +133,7 @@ def main(out: Path) -> None:
             save(out, name, *make(name, out / f"{name}.scratch"))
         save(out, "resumed", *make("tied", out / "single"))  # where one process was stopped
         stops(out, processes, group)
+        sent(out)
 
 
 if __name__ == "__main__":

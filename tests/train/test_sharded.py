@@ -68,6 +68,15 @@ def test_bfloat16_rounds_in_two_processes_as_much_as_in_one(out: Path, tmp_path:
 
 
 @pytest.mark.slow
+def test_the_head_is_sent_once_a_step_and_layers_with_every_pass(out: Path) -> None:
+    """Two steps, two micro-batches each, two layers: gathered forward and backward; head and embeddings are a group."""
+    for rank in (0, 1):
+        counts = json.loads((out / f"sent.{rank}.json").read_text())
+        assert counts["gather"] == 2 * (2 * 2 * 2 + 1)
+        assert counts["reduce_scatter"] == 2 * (2 * 2 + 1)
+
+
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_another_number_of_processes(out: Path, tmp_path: Path) -> None:
     whole = make("tied", tmp_path)
     assert json.loads((out / "resumed.json").read_text())["resumed_from_step"] == 3
