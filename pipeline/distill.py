@@ -9,6 +9,9 @@ import contextlib
 import csv
 import dataclasses
 import io
+import math
+import os
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from alambique.cache.reader import TeacherCache
 from alambique.cache.sampled import require_tail
@@ -38,13 +42,25 @@ from alambique.core.sources import parse
 from alambique.data.dataset import PreparedData
 from alambique.models.fetch import fetch_model
 from alambique.models.load import SplitModel, load_model, load_tokenizer, tokenizer_sha256
+from alambique.models.ranks import Group, launch, local_rank
+from alambique.train.checkpoint import weights
 from alambique.train.config import DistillConfig
 from alambique.train.export import export_model, model_card
 from alambique.train.loop import distill
+from alambique.train.sharded import (
+    ALONE,
+    Processes,
+    Stopped,
+    TooLarge,
+    collect,
+    fitting_rows,
+    note_fitting_rows,
+)
 from alambique.train.state import CurvePoint, DistillResult, Interrupted
 from alambique.train.validation import Validate, validator
-from pipeline.job import code_of, fingerprint, job_main, leave
+from pipeline.job import EXIT_USER_ERROR, code_of, fingerprint, job_main, leave
 
+_TORN = re.compile(r"Connection (?:closed|reset) by peer")  # of gloo: another process has ended, and said why
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: a checkpoint is saved, run the same command again
 
 
@@ -69,28 +85,130 @@ def run(pair: str) -> None:
 
     SIGTERM saves a checkpoint and exits with status 75; the same command then continues from it.
     """
+    number, rank = _number("ALAMBIQUE_TRAIN_PROCESSES", 1), local_rank()
     with _stop_on_sigterm() as stop:
         try:
-            _run(pair, stop)
+            if rank is not None:
+                leave(_together(pair, stop, rank))
+            elif number > 1:
+                _launch(Job.open(pair), number)
+            else:
+                _run(Job.open(pair), stop, ALONE)
         except Interrupted as interrupted:
             print(interrupted, file=sys.stderr)
             raise SystemExit(EXIT_RESUMABLE) from interrupted
 
 
-def _run(pair: str, stop: threading.Event) -> None:
-    resolved = settings(Params.load(), pair)
-    inputs = Inputs.open(resolved.teacher, pair)
-    out = Path(f"artifacts/distill/{pair}")
-    require_free_space(out.parent, inputs.student_bytes, f"the distilled {pair}")
-    device = default_device()
-    config = resolved.distill.resolved(device)
-    resolved = resolved.model_copy(update={"distill": config})  # no run goes on in another precision
-    if config.method != "online":  # which reads no cache
-        require_tail(inputs.cache.sampled, config.loss.tail, str(inputs.cache.path))
-    scratch = work_dir() / "distill" / fingerprint("distill", resolved, *inputs.manifests)
-    tokenizer = load_tokenizer(inputs.student)
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One training, before anything is loaded: what was asked for, known to fit what there is."""
+
+    pair: str
+    config: DistillConfig
+    inputs: "Inputs"
+    device: torch.device
+    scratch: Path
+    out: Path
+
+    @classmethod
+    def open(cls, pair: str, rank: int | None = None) -> "Job":
+        """For the process ``rank`` of this host; None for a process alone.
+
+        Raises:
+            UserError: something is missing, doesn't belong together, or can't be done.
+        """
+        resolved = settings(Params.load(), pair)
+        inputs = Inputs.open(resolved.teacher, pair)
+        out = Path(f"artifacts/distill/{pair}")
+        require_free_space(out.parent, inputs.student_bytes, f"the distilled {pair}")
+        device = default_device()
+        if rank is not None and device.type == "cuda":
+            device = torch.device("cuda", rank)
+        config = resolved.distill.resolved(device)
+        resolved = resolved.model_copy(update={"distill": config})  # no run goes on in another precision
+        if config.method != "online":  # which reads no cache
+            require_tail(inputs.cache.sampled, config.loss.tail, str(inputs.cache.path))
+        scratch = work_dir() / "distill" / fingerprint("distill", resolved, *inputs.manifests)
+        return cls(pair, config, inputs, device, scratch, out)
+
+
+def _number(name: str, default: int) -> int:
+    """A number from the environment, rounded up (docs/environment.md)."""
+    text = os.environ.get(name) or str(default)
+    try:
+        value = math.ceil(float(text))
+    except (ValueError, OverflowError):
+        value = -1
+    if value < 0:
+        raise UserError(f"{name}={text} must be a number, 0 or more: correct or unset it.")
+    return value
+
+
+def _require_shareable(config: DistillConfig, processes: int) -> None:
+    if config.rows_per_step < processes:
+        raise UserError(
+            f"{processes} processes can't share the {config.rows_per_step} rows of a step: raise "
+            "distill.rows_per_step, or lower ALAMBIQUE_TRAIN_PROCESSES."
+        )
+    if config.compile and processes > 1:
+        raise UserError("distill.compile is for one process: unset it, or ALAMBIQUE_TRAIN_PROCESSES.")
+
+
+def _launch(job: Job, number: int) -> None:
+    """Train in ``number`` processes on this host; memory that ran out in one has them all start again, with less."""
+    _require_shareable(job.config, number)
+    found = torch.cuda.device_count()
+    if 0 < found < number:
+        raise UserError(
+            f"ALAMBIQUE_TRAIN_PROCESSES={number} needs {number} GPUs, and {found} can be seen: lower it, or make more "
+            "visible (CUDA_VISIBLE_DEVICES)."
+        )
+    grace = _number("ALAMBIQUE_STOP_SECONDS", 10)  # as in pipeline/jobs.py
+    while True:
+        tried = fitting_rows(job.scratch)
+        code = launch(number, "-m", "pipeline.distill", job.pair, grace_seconds=grace)
+        if code == 0:
+            return
+        if (fitting := fitting_rows(job.scratch)) == tried:
+            leave(EXIT_RESUMABLE if code == 128 + signal.SIGTERM else code)
+        print(f"out of memory: going on with micro-batches of {fitting} rows per process", file=sys.stderr)
+
+
+def _together(pair: str, stop: threading.Event, rank: int) -> int:
+    """Train as one of several processes, those that :func:`launch` or torchrun started; returns the exit status."""
+    with Group(torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")) as group:
+        job = None
+        try:
+            if not group.leads:
+                disable_progress_bar()  # rank 0 shows one
+            job = Job.open(pair, rank)
+            _run(job, stop, Processes.of_group())
+        except UserError as error:
+            if group.is_first(str(error)):
+                print(f"error: {error}", file=sys.stderr)
+            leave(EXIT_USER_ERROR)
+        except Stopped:
+            leave(EXIT_USER_ERROR)
+        except TooLarge as error:
+            assert job is not None
+            note_fitting_rows(job.scratch, error.rows)
+            leave(EXIT_RESUMABLE)
+        except Interrupted as interrupted:
+            if group.leads:
+                print(interrupted, file=sys.stderr)
+            leave(EXIT_RESUMABLE)
+        except RuntimeError as error:
+            if not _TORN.search(str(error)):
+                raise
+            leave(1)
+    return 0
+
+
+def _run(job: Job, stop: threading.Event, processes: Processes) -> None:
+    config, inputs, device = job.config, job.inputs, job.device
+    _require_shareable(config, processes.size)
     teacher, validate = inputs.teacher_and_validation(config, device)
-    student = SplitModel(load_model(inputs.student, dtype="float32", device=device, attention=config.attention))
+    student = inputs.load_student(config, device)
     student.check()
     result = distill(
         student,
@@ -98,12 +216,26 @@ def _run(pair: str, stop: threading.Event) -> None:
         teacher,
         config,
         vocab_size=inputs.vocab_size,
-        scratch=scratch,
+        scratch=job.scratch,
         device=device,
         stop=stop.is_set,
         validate=validate,
+        processes=processes,
     )
-    lineage = inputs.lineage()
+    trained = collect(weights(student.model), processes.leads) if processes.size > 1 else None
+    if not processes.leads:
+        return
+    if trained is not None:  # into a model that FSDP2 has not touched
+        student = inputs.load_student(config, torch.device("cpu"))
+        with torch.no_grad():
+            for name, value in weights(student.model):
+                value.copy_(trained[name])
+    _ship(job, student, result, processes.size)
+
+
+def _ship(job: Job, student: SplitModel, result: DistillResult, processes: int) -> None:
+    inputs, config, lineage = job.inputs, job.config, job.inputs.lineage()
+    device = device_name(job.device) if processes == 1 else f"{processes} x {device_name(job.device)}"
     facts = {
         "created_by": "alambique distill",
         "config": config.model_dump(mode="json"),
@@ -111,12 +243,12 @@ def _run(pair: str, stop: threading.Event) -> None:
         "tokenizer_sha256": inputs.student_manifest["tokenizer_sha256"],
         "vocab_size": inputs.vocab_size,
         "versions": versions(),
-        "device": device_name(device),
+        "device": device,
     }
-    card = model_card(pair, result, config, lineage, inputs.hub_header())
-    export_model(student.model, tokenizer, out, config.precision, card, facts)
-    _write_results(pair, result, device_name(device))
-    shutil.rmtree(scratch, ignore_errors=True)  # checkpoints have served; a run of one stop may have made none
+    card = model_card(job.pair, result, config, lineage, inputs.hub_header())
+    export_model(student.model, load_tokenizer(inputs.student), job.out, config.precision, card, facts)
+    _write_results(job.pair, result, device)
+    shutil.rmtree(job.scratch, ignore_errors=True)  # checkpoints have served; a run of one stop may have made none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +297,10 @@ class Inputs:
         live = self.live_teacher(device) if online or validating else None
         validate = validator(live, self.data.valid, self.vocab_size, config, device) if live and validating else None
         return (live if online and live else self.cache), validate
+
+    def load_student(self, config: DistillConfig, device: torch.device) -> SplitModel:
+        """The student before training, in fp32."""
+        return SplitModel(load_model(self.student, dtype="float32", device=device, attention=config.attention))
 
     def live_teacher(self, device: torch.device) -> SplitModel:
         """The model that was captured, in the precision in which it was.

@@ -86,6 +86,7 @@ class Limits:
 
     slots: int  # jobs at once on this host; 0: one per GPU
     capture_jobs: int  # jobs that share one capture; 0: one per GPU, or per group of GPUs that a teacher needs
+    train_processes: int  # processes, each with a GPU where there are any, that train one student
     retries: int  # further attempts of a job that ended in a way that may pass
     retry_delay_seconds: float
     deadline_seconds: float
@@ -101,6 +102,7 @@ class Limits:
         return cls(
             slots=_whole("ALAMBIQUE_SLOTS", 0),
             capture_jobs=_whole("ALAMBIQUE_CAPTURE_JOBS", 0),
+            train_processes=max(1, _whole("ALAMBIQUE_TRAIN_PROCESSES", 1)),
             retries=_whole("ALAMBIQUE_JOB_RETRIES", 1),  # assumption: what passes on a retry passes on the first one
             retry_delay_seconds=_seconds("ALAMBIQUE_RETRY_DELAY_SECONDS", 10.0),  # assumption: memory is free by then
             deadline_seconds=_seconds("ALAMBIQUE_DEADLINE_SECONDS", 7 * 24 * 3600.0),  # assumption: a week is a hang

@@ -1,7 +1,8 @@
 """Into how many jobs a stage is cut, and how many GPUs each of them gets.
 
 Only a capture is cut: its blocks of rows don't depend on each other. How much of the machine one teacher needs is a
-setting in params.yaml; how many teachers share the rows is not, because it changes no result.
+setting in params.yaml; how many teachers share the rows is not, because it changes no result. Nor is it how many
+processes train a student between them: they are one job, which starts them itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,17 @@ def cut(stage: str, key: Sequence[str]) -> tuple[Job, list[Job]]:
 
 def share(stage: str, key: Sequence[str], limits: Limits, visible: int) -> tuple[int, int]:
     """How many jobs a stage is cut into on a host with ``visible`` GPUs, and the GPUs that each needs."""
+    usable = min(visible, limits.slots or visible)
+    if stage == "distill":
+        if visible and limits.train_processes > usable:
+            raise UserError(
+                f"ALAMBIQUE_TRAIN_PROCESSES={limits.train_processes} needs as many GPUs, and {usable} can be used: "
+                "lower it, or make more visible (CUDA_VISIBLE_DEVICES, ALAMBIQUE_SLOTS)."
+            )
+        return 1, limits.train_processes
     if stage != "teacher" or not key:
         return 1, 1
     device_map, processes = _spread(Params.load(), key)
-    usable = min(visible, limits.slots or visible)
     asked = limits.capture_jobs
     if device_map is not None:
         if asked > max(1, usable):

@@ -1,11 +1,13 @@
 """The distill stage on a tiny Llama: what it ships, what it refuses, and that a stop changes nothing but the clock."""
 
 import csv
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from alambique.core.sources import content_sha256
 from alambique.data.dataset import PackedRows, PreparedData
 from alambique.heldout import HeldoutConfig, heldout
 from alambique.models.load import SplitModel, load_model, load_tokenizer, tokenizer_sha256
+from alambique.train.sharded import ALONE, Processes, note_fitting_rows
 from pipeline import distill, student, teacher
 from tests.tiny_models import save_model, tiny_model, tiny_tokenizer
 
@@ -217,7 +220,7 @@ def wait_for_steps(progress: Path, steps: int, process: subprocess.Popen[str]) -
 @pytest.mark.slow
 def test_a_stop_is_resumable_and_leaves_no_trace(project: Path, whole: dict[str, bytes]) -> None:
     progress = project / "progress"
-    environment = {**os.environ, PROGRESS_FILE: str(progress), "PYTHONPATH": str(project)}
+    environment = {**os.environ, PROGRESS_FILE: str(progress), "PYTHONPATH": f"{project}:{project}/src"}
     command = [sys.executable, "-m", "pipeline.distill", "half"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     wait_for_steps(progress, 1, process)
@@ -230,6 +233,86 @@ def test_a_stop_is_resumable_and_leaves_no_trace(project: Path, whole: dict[str,
     distill.run("half")
     assert read_json(RESULTS)["resumed_from_step"] >= 1
     assert shipped() == whole
+
+
+# ---- several processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_stop_with_one_sentence_and_one_goes_on(project: Path, whole: dict[str, bytes]) -> None:
+    progress = project / "progress"
+    own = {PROGRESS_FILE: str(progress), "PYTHONPATH": f"{project}:{project}/src", "ALAMBIQUE_TRAIN_PROCESSES": "2"}
+    command = [sys.executable, "-m", "pipeline.distill", "half"]
+    process = subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(progress, 1, process)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate()
+    assert process.returncode == 75, stderr
+    assert stderr.count("; the same command continues from there") == 1
+    assert "Traceback" not in stderr
+    assert not OUT.exists()
+    distill.run("half")
+    assert read_json(RESULTS)["resumed_from_step"] >= 1
+    assert shipped().keys() == whole.keys()
+    assert len(shipped()[CURVE.name].splitlines()) == 1 + STEPS
+
+
+def test_what_several_processes_hold_is_shipped_as_that_of_one(
+    project: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the processes: rank 0 of two, whose parts are whole."""
+    alone = distill.distill
+    monkeypatch.setattr(
+        distill, "distill", lambda *inputs, processes, **options: alone(*inputs, **options, processes=ALONE)
+    )
+    distill._run(distill.Job.open("half"), threading.Event(), Processes(0, 2))
+    assert read_json(RESULTS)["device"].startswith("2 x cpu")
+    for name, data in shipped().items():
+        assert data == whole[name] or name == "manifest.json", name
+    manifest, wanted = json.loads(shipped()["manifest.json"]), json.loads(whole["manifest.json"])
+    assert manifest.pop("device") == f"2 x {wanted.pop('device')}"
+    assert manifest == wanted
+    assert not list(Path(".work/distill").iterdir())
+
+
+def test_memory_that_ran_out_starts_all_processes_again(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ALAMBIQUE_TRAIN_PROCESSES", "2")
+    scratch, tries = distill.Job.open("half").scratch, iter([(1, 75), (None, 0)])
+
+    def launch(number: int, *words: str, grace_seconds: int) -> int:
+        fitting, code = next(tries)
+        if fitting is not None:
+            note_fitting_rows(scratch, fitting)
+        assert (number, words, grace_seconds) == (2, ("-m", "pipeline.distill", "half"), 10)
+        return code
+
+    monkeypatch.setattr(distill, "launch", launch)
+    distill.run("half")
+    assert next(tries, None) is None
+    assert capsys.readouterr().err == "out of memory: going on with micro-batches of 1 rows per process\n"
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings", "gpus", "message"),
+    [
+        ("8", {}, 0, "8 processes can't share the 4 rows of a step: raise distill.rows_per_step, or lower ALAMBIQUE_T"),
+        ("2", {"compile": True}, 0, "distill.compile is for one process: unset it, or ALAMBIQUE_TRAIN_PROCESSES."),
+        ("2", {}, 1, "ALAMBIQUE_TRAIN_PROCESSES=2 needs 2 GPUs, and 1 can be seen: lower it, or make more visible"),
+        ("two", {}, 0, "ALAMBIQUE_TRAIN_PROCESSES=two must be a number, 0 or more: correct or unset it."),
+    ],
+)
+def test_processes_that_cannot_train_together_are_not_started(
+    project: Path, monkeypatch: pytest.MonkeyPatch, processes: str, settings: dict[str, Any], gpus: int, message: str
+) -> None:
+    monkeypatch.setenv("ALAMBIQUE_TRAIN_PROCESSES", processes)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(distill, "launch", None)
+    change(**settings)
+    with pytest.raises(UserError, match=message):
+        distill.run("half")
 
 
 def test_other_settings_never_resume_from_these_checkpoints(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from alambique.core.errors import UserError
 from pipeline import jobs
 from pipeline.parts import cut, share
 
-LIMITS = jobs.Limits(0, 0, 1, 10.0, 100.0, 10.0)
+LIMITS = jobs.Limits(0, 0, 1, 1, 10.0, 100.0, 10.0)
 
 
 @pytest.fixture
@@ -108,6 +108,18 @@ def test_other_stages_are_not_cut_and_read_no_params(here: Path) -> None:
     Path("params.yaml").unlink()
     assert share("distill", ["pair"], replace(LIMITS, capture_jobs=4), 8) == (1, 1)
     assert share("teacher", [], LIMITS, 8) == (1, 1)  # the job says what is missing
+
+
+def test_processes_that_train_together_are_one_job_with_a_gpu_each() -> None:
+    two = replace(LIMITS, train_processes=2)
+    assert share("distill", ["pair"], two, 8) == (1, 2)
+    assert share("distill", ["pair"], two, 0) == (1, 2)  # on a CPU any number will do
+    with pytest.raises(UserError) as refused:
+        share("distill", ["pair"], replace(two, slots=1), 8)
+    assert str(refused.value) == (
+        "ALAMBIQUE_TRAIN_PROCESSES=2 needs as many GPUs, and 1 can be used: lower it, or make more visible "
+        "(CUDA_VISIBLE_DEVICES, ALAMBIQUE_SLOTS)."
+    )
 
 
 def test_parts_are_named_and_one_alone_is_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

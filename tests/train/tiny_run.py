@@ -16,10 +16,12 @@ from alambique.models.load import SplitModel
 from alambique.train.config import DistillConfig
 from alambique.train.data import rows_of_step
 from alambique.train.loop import distill
+from alambique.train.sharded import ALONE
 from alambique.train.state import DistillResult
 
 VOCAB, PADDED_VOCAB, NUM_ROWS, SEQ_LEN, TOP_K = 90, 96, 12, 16, 8
 CPU = torch.device("cpu")
+PROCESSES = ALONE  # those that ``train`` trains with
 
 
 def make_student(tied: bool = True, seed: int = 1, **changes: Any) -> SplitModel:
@@ -83,8 +85,9 @@ def train(scratch: Path, student: SplitModel | None = None, **changes: Any) -> t
     hooks = {"stop": changes.pop("stop", lambda: False), "validate": changes.pop("validate", None)}
     teacher: Any = make_live_teacher() if changes.get("method") == "online" else RandomTeacher(rows)
     result = distill(
-        student, rows, teacher, make_config(**changes), vocab_size=VOCAB, scratch=scratch, device=CPU, **hooks
-    )
+        student, rows, teacher, make_config(**changes), vocab_size=VOCAB, scratch=scratch, device=CPU,
+        processes=PROCESSES, **hooks,
+    )  # fmt: skip
     return student, result
 
 

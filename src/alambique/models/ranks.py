@@ -1,12 +1,13 @@
-"""One model split over several processes (tensor parallel): rank 0 leads, the others follow its forward passes.
+"""Several processes for one model: starting them, their process group, and tensor parallel on top of it.
 
-torchrun starts a process for each GPU, and transformers splits every layer between them. Only rank 0 has rows, the
-head and somewhere to write; the others know nothing but what it sends them.
+In tensor parallel transformers splits every layer between the processes, one for each GPU. Only rank 0 has rows, the
+head and somewhere to write; the others follow its forward passes and know nothing but what it sends them.
 
 Dimensions: B rows, S positions.
 """
 
 import ctypes
+import hashlib
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
 
 from alambique.core.errors import UserError
 
@@ -39,11 +41,17 @@ def local_rank() -> int | None:
     return None if rank is None else int(rank)
 
 
-def launch(processes: int, *words: str) -> int:
+def launch(processes: int, *words: str, grace_seconds: int = 5) -> int:
     """Run ``python WORDS`` in ``processes`` processes as torchrun does.
 
     Called instead of torchrun's command line because that one hides exit statuses behind its own. If one process ends
     badly the others are stopped.
+
+    Args:
+        processes: how many.
+        words: what each runs.
+        grace_seconds: from a signal to this process until they are killed. 5 is an assumption, for work that is on disk
+            as soon as it is finished.
 
     Returns:
         0, or the exit status of a process that failed (128 + N for signal N), a refusal (2) before any other.
@@ -58,7 +66,7 @@ def launch(processes: int, *words: str) -> int:
         run_id=str(os.getpid()),
         max_restarts=0,  # a retry is the business of whoever started this
         local_addr="localhost",
-        shutdown_timeout=5,  # assumption: finished work is on disk, so there is nothing to wait for
+        shutdown_timeout=grace_seconds,
     )
     try:
         elastic_launch(config, sys.executable)(*words)
@@ -71,34 +79,54 @@ def launch(processes: int, *words: str) -> int:
     return 0
 
 
-class Ranks:
-    """The process group of the processes that :func:`launch` started; leaving it as rank 0 sends the others home.
+class Group:
+    """The process group of the processes that :func:`launch` or torchrun started.
 
     Args:
-        device: of this process; NCCL on a GPU, gloo on a CPU.
+        device: of this process. Tensors on a GPU go by NCCL, those on the CPU by gloo.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._in_step = True  # false where one process may be in a forward pass, or in loading, that rank 0 has left
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> Self:
         if sys.platform == "linux":  # torchrun starts each in a session of its own, where nobody would look for it
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self._device)
+        self._store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo", device_id=self._device if on_gpu else None, timeout=_PATIENCE
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=self._store,
+            rank=rank,
+            world_size=size,
+            device_id=self._device if on_gpu else None,
+            timeout=_PATIENCE,
         )
-        self.leads = dist.get_rank() == 0
+        self.leads = rank == 0
         return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            dist.destroy_process_group()
+
+    def is_first(self, sentence: str) -> bool:
+        """Whether no other process has asked this about ``sentence``: what all have to say, one says."""
+        return bool(self._store.add(hashlib.sha256(sentence.encode()).hexdigest(), 1) == 1)
+
+
+class Ranks(Group):
+    """The processes of tensor parallel; leaving it as rank 0 sends the others home."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._in_step = True  # false where one process may be in a forward pass, or in loading, that rank 0 has left
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self.leads and self._in_step:
             self._send(_STOP)
-        if kind is None:
-            dist.destroy_process_group()
+        super().__exit__(kind, value, tb)
 
     def lead(self, load: "Callable[[], SplitModel]") -> "Leader":
         """Load the model in every process; to be called by rank 0."""

@@ -1,9 +1,13 @@
 """Checkpoints that a kill can't spoil: whole folders of safetensors and JSON, each file hashed; the last two are kept.
 
+Several processes make the same files as one: rank 0 collects whole tensors and writes, each process reads its part. So
+a run goes on with any number of processes (docs/decisions/0005).
+
 The order of rows and torch's random numbers are functions of seed and step (:mod:`alambique.train.data`,
 :mod:`alambique.train.loop`), so weights, optimiser state and the step number are the whole state of a run.
 """
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from alambique.core.errors import UserError
 from alambique.core.files import atomic_folder, read_json, read_manifest, sha256_file, write_json, write_manifest
+from alambique.train.sharded import ALONE, Processes, collect, part_of
 
 _KEPT = 2  # a damaged one must have a predecessor
 _WEIGHTS, _OPTIMISER, _STATE = "weights.safetensors", "optimiser.safetensors", "state.json"
@@ -39,21 +45,25 @@ def save(
     optimiser: torch.optim.Optimizer,
     state: dict[str, Any],
     spare: int | None = None,
-) -> Path:
+    processes: Processes = ALONE,
+) -> None:
     """Write the checkpoint of ``step`` completed steps into ``folder``, atomically, then drop all but the last two.
 
     ``state`` is any JSON value that the caller wants back from :func:`restore`. The checkpoint of step ``spare`` stays.
+    All ``processes`` must call this, and leave it when the checkpoint is there.
     """
-    target = path_of(folder, step)
-    with atomic_folder(target) as scratch:
-        save_file({name: value.contiguous() for name, value in _weights(model)}, scratch / _WEIGHTS)
-        save_file(dict(_optimiser_tensors(model, optimiser)), scratch / _OPTIMISER)
-        write_json(scratch / _STATE, state)
-        write_manifest(scratch, {"step": step})
-    for old in _newest_first(folder)[_KEPT:]:
+    with atomic_folder(path_of(folder, step)) if processes.leads else contextlib.nullcontext() as scratch:
+        for name, tensors in ((_WEIGHTS, weights(model)), (_OPTIMISER, _optimiser_tensors(model, optimiser))):
+            whole = collect(tensors, processes.leads)
+            if scratch is not None:
+                save_file(whole, scratch / name)
+        if scratch is not None:
+            write_json(scratch / _STATE, state)
+            write_manifest(scratch, {"step": step})
+    for old in _newest_first(folder)[_KEPT:] if processes.leads else ():
         if spare is None or old != path_of(folder, spare):
             shutil.rmtree(old)
-    return target
+    processes.any(False)
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -82,20 +92,30 @@ def load_weights(folder: Path, step: int, model: nn.Module) -> None:
     _load_weights(path, model)
 
 
-def restore(folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any] | None:
+def restore(
+    folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer, processes: Processes = ALONE
+) -> dict[str, Any] | None:
     """Load the newest whole checkpoint into ``model`` and ``optimiser``; returns its ``state``, or None if none is.
 
     A damaged one is found by its hashes, named on stderr, removed, and the one before it is used. What a kill left
     half-written is removed as well.
     """
+    step = processes.of_first(_newest_whole_step(folder) if processes.leads else None)
+    if step is None:
+        return None
+    path = path_of(folder, step)
+    _load(path, model, optimiser)
+    state: dict[str, Any] = read_json(path / _STATE)
+    return state
+
+
+def _newest_whole_step(folder: Path) -> int | None:
     for leftover in folder.glob(".step_*.part"):
         shutil.rmtree(leftover)
     for path in _newest_first(folder):
         damage = _damage(path)
         if damage is None:
-            _load(path, model, optimiser)
-            state: dict[str, Any] = read_json(path / _STATE)
-            return state
+            return int(path.name.removeprefix("step_"))
         print(f"warning: checkpoint {path} is damaged ({damage}); using the one before it", file=sys.stderr)
         shutil.rmtree(path)
     return None
@@ -120,7 +140,7 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, each once though two names may share it, and the buffers that a model folder would hold."""
     persistent = model.state_dict(keep_vars=True).keys()
     yield from ((name, p.detach()) for name, p in model.named_parameters())
@@ -135,16 +155,17 @@ def _optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> It
 
 def _load_weights(path: Path, model: nn.Module) -> None:
     """Copy tensors into the memory that the fresh run allocated, so that alignment can't change a rounding."""
-    saved = load_file(path / _WEIGHTS)
-    with torch.no_grad():
-        for name, value in _weights(model):
-            value.copy_(saved[name])
+    with torch.no_grad(), safe_open(path / _WEIGHTS, "pt") as saved:
+        for name, value in weights(model):
+            value.copy_(part_of(saved.get_tensor(name), value))
 
 
 def _load(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
     _load_weights(path, model)
     parameters = dict(model.named_parameters())
-    for name, value in load_file(path / _OPTIMISER).items():
-        owner, _, key = name.rpartition("/")
-        parameter = parameters[owner]
-        optimiser.state[parameter][key] = value.to(parameter.device, copy=True)
+    with safe_open(path / _OPTIMISER, "pt") as saved:
+        for name in saved.keys():  # noqa: SIM118 not a mapping
+            owner, _, key = name.rpartition("/")
+            parameter, value = parameters[owner], saved.get_tensor(name)
+            part = part_of(value, parameter) if value.ndim else value  # the step number is one for all parts
+            optimiser.state[parameter][key] = part.to(parameter.device, copy=True)

@@ -31,9 +31,9 @@ class DistillConfig(Config):
     Every ``validate_every`` steps, and after the last, the student is compared with its teacher on the valid rows; with
     ``keep: best`` the state of least divergence there is what is shipped.
 
-    ``micro_batch_rows`` and ``gradient_checkpointing`` trade time for memory, ``compile`` trades minutes at the start
-    for faster layers, and all three change results only by rounding; ``rows_per_step`` is the batch that the optimiser
-    sees whatever they are.
+    ``micro_batch_rows`` (in each process) and ``gradient_checkpointing`` trade time for memory, ``compile`` trades
+    minutes at the start for faster layers, and all three change results only by rounding; ``rows_per_step`` is the
+    batch that the optimiser sees whatever they are, and whatever the number of processes.
     """
 
     seed: int = Field(0, ge=0)

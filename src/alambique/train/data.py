@@ -37,6 +37,7 @@ def rows_of_step(step: int, rows_per_step: int, num_rows: int, seed: int) -> lis
 class StepRows:
     """Rows of one optimiser step, on the CPU, in pinned memory when a GPU will ask for them.
 
+    ``rows`` and ``num_target_tokens`` are those of the whole step, tensors the part of this process: R rows.
     ``signal`` has the shape [R, S, K], or is None where a live teacher will give it; ``labels_RS`` holds the next
     token, or −100 where there is no target.
     """
@@ -50,7 +51,7 @@ class StepRows:
 
     def micro_batches(self, num_rows: int, device: torch.device) -> Iterator["MicroBatch"]:
         """Cut the step into groups of ``num_rows`` rows (fewer in the last), each moved to ``device`` as it comes."""
-        for start in range(0, len(self.rows), num_rows):
+        for start in range(0, len(self.labels_RS), num_rows):
             yield self._micro_batch(slice(start, start + num_rows), device)
 
     def _micro_batch(self, part: slice, device: torch.device) -> "MicroBatch":
@@ -95,15 +96,24 @@ class MicroBatch:
         return hidden_PD if self.positions_N is None else hidden_PD.index_select(0, self.positions_N)
 
 
-def read_step(rows: list[int], packed: PackedRows, cache: TeacherCache | None, pin: bool) -> StepRows:
-    """Join rows of prepared data to their cached signal; numpy only, because torch would wake a second thread pool."""
-    index = np.asarray(rows)
+def read_step(
+    rows: list[int], packed: PackedRows, cache: TeacherCache | None, pin: bool, rank: int = 0, size: int = 1
+) -> StepRows:
+    """Join rows of prepared data to their cached signal; numpy only, because torch would wake a second thread pool.
+
+    Process ``rank`` of ``size`` reads every ``size``-th of the step's ``rows``. All get the same number: where it
+    doesn't divide, the last ones get one more without a target.
+    """
+    mine = rows[rank::size]
+    here = mine + rows[: -(-len(rows) // size) - len(mine)]
+    index = np.asarray(here)
     ids_RS = packed.input_ids_RS.numpy()[index].astype(np.int64)
     mask_RS = packed.loss_mask_RS.numpy()[index]
+    mask_RS[len(mine) :] = False
     labels_RS = np.where(mask_RS, np.roll(ids_RS, -1, axis=1), _IGNORED)
     documents_RS, signal = packed.document_ids_RS.numpy()[index], None
     if cache is not None:
-        read = cache.read(rows)
+        read = cache.read(here)
         signal = TopKSignal(_kept(read.ids_NK, pin), _kept(read.logprobs_NK, pin), _kept(read.tail_mass_N, pin))
     return StepRows(
         rows,
@@ -111,7 +121,7 @@ def read_step(rows: list[int], packed: PackedRows, cache: TeacherCache | None, p
         _kept(torch.from_numpy(documents_RS), pin),
         _kept(torch.from_numpy(labels_RS), pin),
         signal,
-        int(mask_RS.sum()),
+        int(packed.loss_mask_RS.numpy()[rows].sum()),
     )
 
 

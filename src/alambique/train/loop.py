@@ -26,6 +26,7 @@ from alambique.train.config import DistillConfig
 from alambique.train.data import StepRows, prefetch, read_step, rows_of_step
 from alambique.train.optimiser import adamw, clip_gradients, learning_rate, set_learning_rate
 from alambique.train.peaks import peak_tflop_per_s
+from alambique.train.sharded import ALONE, Processes, ShardedStudent, fitting_rows
 from alambique.train.state import CurvePoint, DistillResult, Interrupted, Run, Validation
 from alambique.train.step import Setup, add_gradients
 
@@ -41,6 +42,7 @@ def distill(
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
     validate: Callable[[SplitModel], dict[str, float]] | None = None,
+    processes: Processes = ALONE,
 ) -> DistillResult:
     """Train ``student`` in place on ``rows`` against its teacher: a cache of the same rows, by number, or the model.
 
@@ -49,48 +51,69 @@ def distill(
     that finds some continues from the last whole one, bit for bit on a CPU. When ``stop()`` turns true the run saves
     and raises. ``validate`` (of :mod:`alambique.train.validation`) is for a ``config`` that validates.
 
+    Several ``processes`` call this together, each with all of the student, whose parameters are DTensors from here on:
+    see :mod:`alambique.train.sharded`.
+
     Raises:
-        Interrupted: ``stop()`` was true; the same call resumes.
+        Interrupted: ``stop()`` was true, in any process; the same call resumes.
         UserError: the loss stopped being finite, one row alone doesn't fit in memory, the disk is too small, or
             there is no compiler to compile with.
+        TooLarge: memory ran out in one of several processes; the caller notes what fits, and all begin again.
     """
     config = config.resolved(device)
-    if config.compile:
-        _require_compiler()
+    live, cache = (teacher, None) if isinstance(teacher, SplitModel) else (None, teacher)
+    _require_consistent(config, live is not None, validate is not None)
+    if processes.size > 1:
+        student = ShardedStudent(student, config.precision, device)
     model = student.model.train()
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     optimiser = adamw(model.named_parameters(), config)
-    saved = checkpoint.restore(scratch, model, optimiser)
-    spared = int(config.keep == "best")
-    require_free_space(
-        scratch, checkpoint.bytes_needed(model, scratch, spared), f"keeping {('two', 'three')[spared]} checkpoints"
-    )
-    run = Run.from_json(saved) if saved else Run(min(config.micro_batch_rows, config.rows_per_step))
+    run = _start(config, model, optimiser, scratch, processes)
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
-    live, cache = (teacher, None) if isinstance(teacher, SplitModel) else (None, teacher)
-    if (live is not None) != (config.method == "online"):
-        raise ValueError(f"method {config.method} needs {'a cache' if live else 'a live teacher'}")
-    if (validate is not None) != (config.validate_every is not None):
-        raise ValueError("validate and config.validate_every come together")
-    setup = Setup(student, live, config, loss, vocab_size, device, stop, validate)
+    setup = Setup(student, live, config, loss, vocab_size, device, lambda: processes.any(stop()), validate, processes)
     num_steps, first_step = config.num_steps(rows.num_rows), run.step
     tokens_per_step = config.rows_per_step * rows.seq_len
 
     def read(step: int) -> StepRows:
         numbers = rows_of_step(step, config.rows_per_step, rows.num_rows, config.seed)
-        return read_step(numbers, rows, cache, pin=device.type == "cuda")
+        return read_step(numbers, rows, cache, device.type == "cuda", processes.rank, processes.size)
 
+    done, total = first_step * tokens_per_step, num_steps * tokens_per_step
     with (
         _deterministic(device),
-        Progress("distil", num_steps * tokens_per_step, done=first_step * tokens_per_step) as progress,
+        Progress("distil", total, done=done) if processes.leads else contextlib.nullcontext() as progress,
         contextlib.closing(prefetch(read, range(first_step, num_steps))) as batches,
     ):
-        _train(setup, run, optimiser, batches, _Log(run, progress, device, tokens_per_step), num_steps, scratch)
+        log = _Log(run, progress, device, tokens_per_step)
+        _train(setup, run, optimiser, processes.together(batches), log, num_steps, scratch)
     shipped = run.step if config.keep == "last" else run.best_step(partial(checkpoint.is_there, scratch))
     if shipped != run.step:
         checkpoint.load_weights(scratch, shipped, model)
-    return _result(run, config, tokens_per_step, device, first_step, shipped)
+    return _result(run, config, tokens_per_step, device, first_step, shipped, processes)
+
+
+def _require_consistent(config: DistillConfig, live: bool, validating: bool) -> None:
+    if config.compile:
+        _require_compiler()
+    if live != (config.method == "online"):
+        raise ValueError(f"method {config.method} needs {'a live teacher' if not live else 'a cache'}")
+    if validating != (config.validate_every is not None):
+        raise ValueError("validate and config.validate_every come together")
+
+
+def _start(
+    config: DistillConfig, model: nn.Module, optimiser: torch.optim.AdamW, scratch: Path, processes: Processes
+) -> Run:
+    """Go on from the last checkpoint, or from the beginning."""
+    saved = checkpoint.restore(scratch, model, optimiser, processes)
+    spared = int(config.keep == "best")
+    require_free_space(
+        scratch, checkpoint.bytes_needed(model, scratch, spared), f"keeping {('two', 'three')[spared]} checkpoints"
+    )
+    run = Run.from_json(saved) if saved else Run(min(config.micro_batch_rows, config.rows_per_step))
+    run.micro_batch_rows = min(run.micro_batch_rows, fitting_rows(scratch) or run.micro_batch_rows)
+    return run
 
 
 def _train(
@@ -110,7 +133,7 @@ def _train(
         log.flush()  # first, so that a loss that isn't finite is never saved
         started = time.monotonic()
         spare = run.best_step(partial(checkpoint.is_there, scratch)) if config.keep == "best" else None
-        checkpoint.save(scratch, run.step, model, optimiser, run.to_json(), spare)
+        checkpoint.save(scratch, run.step, model, optimiser, run.to_json(), spare, setup.processes)
         run.meters.checkpoint_seconds += time.monotonic() - started
         log.restart_clock()
 
@@ -138,7 +161,8 @@ def _train(
         if run.step % config.log_every_steps == 0 or last:
             log.flush()
         better = _validate(setup, run, log, last) and config.keep == "best"
-        if not last and (better or _checkpoint_due(config, run.step, time.monotonic() - saved_at)):
+        due = better or _checkpoint_due(config, run.step, time.monotonic() - saved_at)
+        if not last and setup.processes.any(due):
             save()
             saved_step, saved_at = run.step, time.monotonic()
 
@@ -150,7 +174,8 @@ def _validate(setup: Setup, run: Run, log: "_Log", last: bool) -> bool:
         return False
     log.flush()
     started = time.monotonic()
-    found = setup.validate(setup.student)
+    with setup.student.whole() if isinstance(setup.student, ShardedStudent) else contextlib.nullcontext():
+        found = setup.processes.of_first(setup.validate(setup.student))
     setup.student.model.train()
     run.validations.append(Validation(run.step, **found))
     run.meters.validation_seconds += time.monotonic() - started
@@ -167,7 +192,7 @@ def _checkpoint_due(config: DistillConfig, step: int, seconds_since_last: float)
 class _Log:
     """Measurements of steps whose values are still on the device; one wait for the device hands all of them over."""
 
-    def __init__(self, run: Run, progress: Progress, device: torch.device, tokens_per_step: int) -> None:
+    def __init__(self, run: Run, progress: Progress | None, device: torch.device, tokens_per_step: int) -> None:
         self._run, self._progress, self._tokens_per_step = run, progress, tokens_per_step
         self._pending: list[tuple[StepRows, float, Tensor]] = []
         self._watch = Stopwatch(device)
@@ -178,7 +203,8 @@ class _Log:
 
     def show(self, figures: dict[str, float]) -> None:
         """Show what isn't of a step, and leave its making out of the time of the steps."""
-        self._progress.update(0, **figures)
+        if self._progress is not None:
+            self._progress.update(0, **figures)
         self.restart_clock()
 
     def add(self, batch: StepRows, rate: float, values: Tensor, waited_seconds: float) -> None:
@@ -208,9 +234,10 @@ class _Log:
         self._run.meters.seconds += seconds
         tokens = len(self._pending) * self._tokens_per_step
         last = self._run.curve[-1]
-        self._progress.update(
-            tokens, loss_nats=last.loss_nats, learning_rate=last.learning_rate, tokens_per_s=tokens / seconds
-        )
+        if self._progress is not None:
+            self._progress.update(
+                tokens, loss_nats=last.loss_nats, learning_rate=last.learning_rate, tokens_per_s=tokens / seconds
+            )
         self._pending.clear()
 
 
@@ -254,7 +281,13 @@ def _compile(model: nn.Module) -> bool:
 
 
 def _result(
-    run: Run, config: DistillConfig, tokens_per_step: int, device: torch.device, first_step: int, shipped_step: int
+    run: Run,
+    config: DistillConfig,
+    tokens_per_step: int,
+    device: torch.device,
+    first_step: int,
+    shipped_step: int,
+    processes: Processes,
 ) -> DistillResult:
     meters, num_tokens = run.meters, run.step * tokens_per_step
     rows_per_s = run.step * config.rows_per_step / meters.seconds
@@ -270,11 +303,11 @@ def _result(
         target_tokens_per_s=meters.num_target_tokens / meters.seconds,
         tflop_per_s=rows_per_s * meters.flops_per_row / 1e12,
         model_tflop_per_s=model_tflop_per_s,
-        mfu=model_tflop_per_s / peak if peak else None,
+        mfu=model_tflop_per_s / (peak * processes.size) if peak else None,
         data_wait_share=meters.data_wait_seconds / meters.seconds,
         checkpoint_seconds=meters.checkpoint_seconds,
         validation_seconds=meters.validation_seconds,
-        peak_mib=peak_mib(device),
+        peak_mib=processes.largest(peak_mib(device)),
         loss_impl=meters.loss_impl,
         micro_batch_rows=run.micro_batch_rows,
         resumed_from_step=first_step,

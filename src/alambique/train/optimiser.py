@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from alambique.train.config import DistillConfig
 
@@ -53,4 +54,5 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
 
     A norm that is not finite stays in the returned value for the caller to find: nothing waits for the device here.
     """
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=False, foreach=True)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=False, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all processes

@@ -93,8 +93,9 @@ class DistillResult:
 
     ``num_tokens`` are all positions of the rows trained on, ``num_target_tokens`` those with a target. ``seconds``
     is the time of the steps, without checkpoints and validations; the rates divide by it, and ``data_wait_share`` is
-    the part of it that the loop waited for rows. ``tflop_per_s`` counts what was executed, ``model_tflop_per_s`` what
-    the student needs whatever the method (see :class:`Meters`); ``mfu`` is the latter's share of what the device can
+    the part of it that the loop waited for rows. ``peak_mib`` is that of the process that needed most, the others are
+    of all together. ``tflop_per_s`` counts what was executed, ``model_tflop_per_s`` what
+    the student needs whatever the method (see :class:`Meters`); ``mfu`` is the latter's share of what the devices can
     do, None where that isn't known. ``shipped_step`` is the step whose weights the student has: the last, or the best.
     """
 

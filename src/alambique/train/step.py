@@ -1,4 +1,4 @@
-"""The gradients of one optimiser step: however it is cut into micro-batches, the same sum over the same tokens.
+"""The gradients of one optimiser step: however it is cut into micro-batches and processes, one sum over its tokens.
 
 Dimensions: B rows of a micro-batch, S positions, N positions that predict something, D hidden size.
 """
@@ -20,6 +20,7 @@ from alambique.models.load import SplitModel
 from alambique.train.config import DistillConfig
 from alambique.train.data import MicroBatch, StepRows
 from alambique.train.flops import FlopCounter
+from alambique.train.sharded import ALONE, Processes, ShardedStudent, TooLarge
 from alambique.train.state import Run
 
 
@@ -28,7 +29,8 @@ class Setup:
     """What every step of a run needs and none changes. ``loss`` knows the student's softcap and logit scale.
 
     ``teacher`` is the live one of the method ``online``; None where the rows carry the signal. ``validate`` compares
-    the student with its teacher on held-out rows.
+    the student with its teacher on held-out rows. Where there are several ``processes`` the student is sharded over
+    them.
     """
 
     student: SplitModel
@@ -39,6 +41,7 @@ class Setup:
     device: torch.device
     stop: Callable[[], bool]
     validate: Callable[[SplitModel], dict[str, float]] | None = None
+    processes: Processes = ALONE
 
 
 def add_gradients(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
@@ -50,12 +53,15 @@ def add_gradients(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
 
     Raises:
         UserError: one row alone doesn't fit in memory.
+        TooLarge: memory ran out in one of several processes.
     """
     while True:
-        _seed(setup.config.seed, run.step)
+        _seed(setup.config.seed, run.step, setup.processes.rank)
         with contextlib.suppress(torch.OutOfMemoryError):
             losses = _accumulate(setup, run, batch)
             if losses is None:
+                if isinstance(setup.student, ShardedStudent):
+                    setup.student.reshard()
                 setup.student.model.zero_grad(set_to_none=True)
             return losses
         # Outside the handler: its traceback would keep the failed pass's tensors alive.
@@ -63,9 +69,13 @@ def add_gradients(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
         _halve(setup, run)
 
 
-def _seed(seed: int, step: int) -> None:
-    """Make random numbers (dropout) a function of seed and step, so that no interruption or retry shifts them."""
-    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{step}".encode()).digest()[:7], "big"))
+def _seed(seed: int, step: int, rank: int) -> None:
+    """Make random numbers (dropout) a function of seed, step and process, so that no interruption or retry shifts them.
+
+    Rank 0 has those of a process alone.
+    """
+    words = f"{seed}/{step}/{rank}" if rank else f"{seed}/{step}"
+    torch.manual_seed(int.from_bytes(hashlib.sha256(words.encode()).digest()[:7], "big"))
 
 
 def _halve(setup: Setup, run: Run) -> None:
@@ -75,6 +85,8 @@ def _halve(setup: Setup, run: Run) -> None:
             "set distill.gradient_checkpointing, prepare shorter rows (prepare.seq_len), or use a larger device."
         )
     run.micro_batch_rows = (run.micro_batch_rows + 1) // 2
+    if setup.processes.size > 1:
+        raise TooLarge(run.micro_batch_rows)
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
     print(f"out of memory: going on with micro-batches of {run.micro_batch_rows} rows", file=sys.stderr)
@@ -83,19 +95,35 @@ def _halve(setup: Setup, run: Run) -> None:
 def _accumulate(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
     """One backward pass for each micro-batch; autocast spans them all, so that each weight is cast once a step."""
     losses = torch.zeros(3, device=setup.device)
+    ends = range(0, len(batch.labels_RS), run.micro_batch_rows)
     with torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.config.precision == "bf16"):
-        for micro in batch.micro_batches(run.micro_batch_rows, setup.device):
+        for start, micro in zip(ends, batch.micro_batches(run.micro_batch_rows, setup.device), strict=True):
             if setup.stop():
                 return None
+            if isinstance(setup.student, ShardedStudent):
+                setup.student.begin_micro_batch(last=start == ends[-1])
+            if len(micro.labels_N) == 0:
+                _idle(setup, micro)
+                continue
             with _flop_counter(run, micro.num_rows) as counter:
                 losses += _micro_step(setup, run, micro, max(1, batch.num_target_tokens), counter)
+    setup.processes.sum_(losses)
     return losses
+
+
+def _idle(setup: Setup, micro: MicroBatch) -> None:
+    """Nothing here to learn from; but where parameters are sharded the others wait for this process's passes."""
+    if not isinstance(setup.student, ShardedStudent):
+        return
+    hidden_BSD = setup.student.hidden(micro.input_ids_BS, micro.document_ids_BS)
+    for parameter in (setup.student.head_weight_VD, setup.student.head_bias_V):
+        if parameter is not None and parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    torch.autograd.backward(hidden_BSD, torch.zeros_like(hidden_BSD))
 
 
 def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int, counter: FlopCounter | None) -> Tensor:
     """Forward, loss and backward of one micro-batch; returns its share of the step's loss, kd and ce."""
-    if len(micro.labels_N) == 0:
-        return torch.zeros(3, device=setup.device)
     student, impl = setup.student, setup.config.loss_impl
     signal = _signal(setup, micro)  # first, so that a live teacher's activations are gone before the student's come
     before = counter.flops if counter else 0
