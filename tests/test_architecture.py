@@ -132,7 +132,9 @@ MAY_IMPORT = {
     "heldout": ("core", *SIBLINGS),
     "report": ("core", "plots"),
     "plots": ("core",),
-    "cli": ("core", *SIBLINGS),
+    "planning": ("core", *SIBLINGS, "train"),
+    "plan": ("core", *SIBLINGS, "train", "evaluate", "heldout", "planning"),
+    "cli": ("core", *SIBLINGS, "plan", "planning"),
 }
 
 

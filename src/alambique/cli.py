@@ -1,6 +1,7 @@
-"""The command ``alambique``: looks into a teacher's cache, compares it with another, or with its teacher."""
+"""The command ``alambique``: plans a run, and looks into a teacher's cache or compares it."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from alambique.cache.reader import TeacherCache
 from alambique.cache.score import DtypeName, Teacher
 from alambique.core.errors import UserError
 from alambique.core.measure import default_device
-from alambique.core.params import Config, validate
+from alambique.core.params import Config, Params, validate
 
 EXIT_USER_ERROR = 2
 _BINS = 8  # lines of the table of tail mass by position
@@ -40,8 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="alambique", description="Looks into what the pipeline has made.")
-    cache = parser.add_subparsers(required=True, metavar="cache").add_parser("cache", help="a teacher's cache")
+    parser = argparse.ArgumentParser(prog="alambique", description="Looks into what the pipeline has made, or will.")
+    things = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(things.add_parser("plan", help="memory, disk and time of what params.yaml asks for, before it runs"))
+    cache = things.add_parser("cache", help="a teacher's cache")
     commands = cache.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
         ("info", _info, "what it holds, from what, how big"),
@@ -64,6 +67,27 @@ def _parser() -> argparse.ArgumentParser:
         if name == "rescore":
             sub.add_argument("--data", type=Path, required=True, help="prepared rows, such as artifacts/prepare/NAME")
     return parser
+
+
+def _add_plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--params", type=Path, default=Path("params.yaml"), help="file to plan (default params.yaml)")
+    sub.add_argument("--gpu", help="plan for this GPU, such as H100 (default: the visible one, or this host)")
+    sub.add_argument("--memory-gib", type=float, help="memory to fit (default: that of the GPU, or of this host)")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.set_defaults(command=_plan)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from alambique.plan import plan  # transformers: seconds
+    from alambique.planning.machine import machine
+    from alambique.planning.screen import show
+
+    params = Params.load(options.params)
+    found = plan(params, machine(options.gpu, options.memory_gib))
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found)
 
 
 def _info(options: argparse.Namespace) -> None:

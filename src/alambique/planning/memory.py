@@ -1,0 +1,170 @@
+"""What a stage needs at its fullest moment, counted: its own code runs over tensors that have shapes and no values.
+
+The model is built with few layers, twice, and the line through the two counts is followed to its real depth: layers are
+alike, and so are the counts.
+
+Dimensions: B rows of a batch, S positions, N tokens, K kept entries.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from alambique.cache.config import CaptureConfig
+from alambique.cache.head import Head, top_entries
+from alambique.core.errors import UserError
+from alambique.core.signal import TopKSignal
+from alambique.models.load import SplitModel
+from alambique.models.prune import pruned_config
+from alambique.planning.counting import CountedMemory
+from alambique.train.config import DistillConfig
+from alambique.train.data import StepRows
+from alambique.train.flops import FlopCounter
+from alambique.train.state import Run
+from alambique.train.step import Setup, add_gradients
+
+_FEW, _MORE = 2, 4  # layers; even, because window and full attention often alternate
+_ADAM_BYTES = 8  # a parameter's two moments in fp32
+_CPU = torch.device("cpu")  # of shapes alone; what differs on a GPU is said in docs/plan.md
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a count found: ``parameters`` of the model, bytes alive at the fullest moment, FLOPs of one row."""
+
+    parameters: float
+    peak_bytes: float
+    row_flops: float
+
+    def towards(self, other: "Count", factor: float) -> "Count":
+        """The point of the line through both: 0 gives this one, 1 the other."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Count(*(one + factor * (two - one) for one, two in pairs))
+
+
+def capture(model: PreTrainedConfig, config: CaptureConfig, seq_len: int) -> Count:
+    """The teacher's forward pass over a batch of rows, and the choice of a chunk's entries; one teacher, whole."""
+    rows = max(1, config.batch_tokens // seq_len)
+    dtype = getattr(torch, config.dtype)
+
+    def count(shallow: PreTrainedConfig) -> Count:
+        teacher = _build(shallow, dtype, config.attention)
+        head = Head(teacher.head_weight_VD, teacher.head_bias_V, teacher.logit_softcap, teacher.logit_scale)
+        with _counted(teacher) as memory, FlopCounter() as flops, torch.no_grad():
+            hidden_ND = teacher.hidden(*_ids(rows, seq_len)).flatten(0, 1)
+            chunk_ND = hidden_ND[: head.chunk_tokens(config.logits_mib)]
+            backbone_flops = flops.flops
+            top_entries(chunk_ND, head, min(config.top_k, head.weight_VD.shape[0]), config.logits_mib)
+        head_flops = 2 * seq_len * head.weight_VD.numel()
+        return Count(_parameters(teacher), memory.peak_bytes, backbone_flops / rows + head_flops)
+
+    return _to_depth(model, count)
+
+
+def train(
+    student: PreTrainedConfig,
+    config: DistillConfig,
+    seq_len: int,
+    top_k: int,
+    teacher: PreTrainedConfig,
+    capture_config: CaptureConfig,
+) -> Count:
+    """Forward, loss and backward of a step's micro-batches, beside AdamW's moments and with ``online`` the teacher."""
+
+    def count(shallow: PreTrainedConfig) -> Count:
+        model = _build(shallow, torch.float32, config.attention)
+        live = None
+        if config.method == "online":
+            live = _build(_with_layers(teacher, _FEW), getattr(torch, capture_config.dtype), capture_config.attention)
+            live.model.requires_grad_(False)
+        return _step(model, live, config, seq_len, top_k)
+
+    found = _to_depth(student, count)
+    if config.method == "online" and (rest := teacher.get_text_config().num_hidden_layers - _FEW) > 0:
+        found = _with_whole_teacher(found, teacher, capture_config, seq_len, rest)
+    return found
+
+
+def _with_whole_teacher(
+    found: Count, teacher: PreTrainedConfig, config: CaptureConfig, seq_len: int, rest: int
+) -> Count:
+    """Add the layers that the counted teacher lacked: weights that stay, activations that never meet the student's."""
+    few, more = (capture(_with_layers(teacher, n), config, seq_len) for n in (_FEW, _FEW + 2))
+    layers = rest / 2
+    weights = (more.parameters - few.parameters) * layers * getattr(torch, config.dtype).itemsize
+    return Count(
+        found.parameters, found.peak_bytes + weights, found.row_flops + (more.row_flops - few.row_flops) * layers
+    )
+
+
+def _step(student: SplitModel, teacher: SplitModel | None, config: DistillConfig, seq_len: int, top_k: int) -> Count:
+    """The gradients of one step, as training makes them; of more than two micro-batches, two: the others are alike."""
+    micro = min(config.micro_batch_rows, config.rows_per_step)
+    rows = min(config.rows_per_step, 2 * micro)
+    model = student.model.train()
+    if config.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
+    setup = Setup(student, teacher, config, loss, student.head_weight_VD.shape[0], _CPU, lambda: False)
+    run = Run(micro)
+    with _counted(student, *([teacher] if teacher else [])) as memory:
+        ids_RS, documents_RS = _ids(rows, seq_len)
+        signal = None if teacher else _signal(rows, seq_len, min(top_k, student.head_weight_VD.shape[0]))
+        add_gradients(setup, run, StepRows(list(range(rows)), ids_RS, documents_RS, ids_RS, signal, rows * seq_len))
+    parameters = _parameters(student)
+    return Count(parameters, memory.peak_bytes + _ADAM_BYTES * parameters, run.meters.flops_per_row)
+
+
+def _to_depth(config: PreTrainedConfig, count: Callable[[PreTrainedConfig], Count]) -> Count:
+    """The count at the model's own depth."""
+    layers = config.get_text_config().num_hidden_layers
+
+    def at(number: int) -> Count:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return count(_with_layers(config, number))
+
+    try:
+        if layers <= _MORE:
+            return at(layers)
+        return at(_FEW).towards(at(_MORE), (layers - _FEW) / (_MORE - _FEW))
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"a {config.model_type} model can't be counted on shapes alone ({reason}).") from error
+
+
+def _with_layers(config: PreTrainedConfig, number: int) -> PreTrainedConfig:
+    return pruned_config(config, range(min(number, config.get_text_config().num_hidden_layers)))
+
+
+def _build(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> SplitModel:
+    """Kernels that need a GPU or a compiler keep as little as sdpa, in whose place they are counted."""
+    kernel = attention if attention in ("eager", "sdpa") else "sdpa"
+    return SplitModel(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel))
+
+
+@contextlib.contextmanager
+def _counted(*models: SplitModel) -> Iterator[CountedMemory]:
+    tensors = [tensor for model in models for tensor in (*model.model.parameters(), *model.model.buffers())]
+    with CountedMemory(tensors) as memory:
+        yield memory
+
+
+def _parameters(model: SplitModel) -> float:
+    return sum(parameter.numel() for parameter in model.model.parameters())
+
+
+def _ids(rows: int, seq_len: int) -> tuple[Any, Any]:
+    return (torch.zeros(rows, seq_len, dtype=torch.int64), torch.zeros(rows, seq_len, dtype=torch.int32))
+
+
+def _signal(rows: int, seq_len: int, top_k: int) -> TopKSignal:
+    return TopKSignal(
+        torch.zeros(rows, seq_len, top_k, dtype=torch.int32),
+        torch.zeros(rows, seq_len, top_k, dtype=torch.float16),
+        torch.zeros(rows, seq_len),
+    )
