@@ -13,7 +13,6 @@ from alambique.core.params import Params
 from alambique.plan import METHODS, plan, require_fit
 from alambique.planning.machine import Machine
 from alambique.planning.shapes import NotAtHand, shapes
-from tests.tiny_models import tiny_model, tiny_tokenizer, save_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = sorted((ROOT / "presets").glob("*.yaml"))

@@ -153,7 +153,13 @@ class _Teacher:
         """Of the capture with ``changes`` to its settings; spread over GPUs by a device map, nobody can say."""
         config, length = self.config.model_copy(update=changes), seq_len or self.prepare.seq_len
         count = memory.capture(self.model, config, length)
-        found = self.machine.need(count.peak_bytes / config.tensor_parallel, count.row_flops * self.num_rows)
+        itemsize, stored = getattr(torch, config.dtype).itemsize, _stored_itemsize(self.model)
+        loading = 0 if stored == itemsize else count.parameters * stored
+        lasting_bytes, peak_bytes = (size / config.tensor_parallel for size in (count.lasting_bytes, count.peak_bytes))
+        if self.machine.device == "cuda":  # a CPU's smaller chunk of logits was counted
+            logits = max(length, config.batch_tokens) * self.model.get_text_config().vocab_size * 8
+            peak_bytes += min(config.logits_mib * 2**20, logits)
+        found = self.machine.need(lasting_bytes, peak_bytes, count.row_flops * self.num_rows, loading)
         return found if config.device_map is None else replace(found, fits=None)
 
     def least(self) -> Need:
@@ -220,7 +226,7 @@ class _Pair:
             teacher = self.teacher
             count = memory.train(self.model, config, length, teacher.config.top_k, teacher.model, teacher.config)
             rows = config.num_steps(teacher.num_rows) * config.rows_per_step
-            self._known[name] = self.machine.need(count.peak_bytes, count.row_flops * rows)
+            self._known[name] = self.machine.need(count.lasting_bytes, count.peak_bytes, count.row_flops * rows)
         return self._known[name]
 
     def least(self) -> Need:
@@ -264,7 +270,7 @@ class _Pair:
         sizes = [parameters * _stored_itemsize(self.model)]
         if self.student.measured:
             sizes.append(count_parameters(self.teacher.model) * _stored_itemsize(self.teacher.model))
-        return self.machine.need(max(sizes))
+        return self.machine.need(max(sizes), max(sizes))
 
     def _evaluate_need(self, parameters: int) -> Need:
         """Held-out text has teacher, student before and after at once, each with its head in fp32 and its logits."""
@@ -274,7 +280,7 @@ class _Pair:
         text = self.model.get_text_config()
         weights = (count_parameters(self.teacher.model) + 2 * parameters) * getattr(torch, dtype).itemsize
         heads = 3 * 4 * text.vocab_size * (text.hidden_size + 2 * heldout.chunk_tokens)
-        return self.machine.need(weights + heads)
+        return self.machine.need(weights + heads, weights + heads)
 
     def advice(self, need: Need) -> str:
         """One sentence: what is short, and what would do, the cheapest change first."""

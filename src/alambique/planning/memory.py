@@ -29,15 +29,23 @@ from alambique.train.state import Run
 from alambique.train.step import Setup, add_gradients
 
 _FEW, _MORE = 2, 4  # layers; even, because window and full attention often alternate
-_ADAM_BYTES = 8  # a parameter's two moments in fp32
+_MOMENTS_BYTES, _TRAINED_BYTES = 8, 16  # of a parameter: AdamW's moments; with its weight and gradient, all in fp32
 _CPU = torch.device("cpu")  # of shapes alone; what differs on a GPU is said in docs/plan.md
 
 
 @dataclass(frozen=True)
 class Count:
-    """What a count found: ``parameters`` of the model, bytes alive at the fullest moment, FLOPs of one row."""
+    """What a count found.
+
+    Attributes:
+        parameters: of the model, tied ones once.
+        lasting_bytes: weights, and in training their gradients and moments: what is there between two batches.
+        peak_bytes: alive at the fullest moment, the lasting ones among them.
+        row_flops: products and attentions of one row.
+    """
 
     parameters: float
+    lasting_bytes: float
     peak_bytes: float
     row_flops: float
 
@@ -61,7 +69,9 @@ def capture(model: PreTrainedConfig, config: CaptureConfig, seq_len: int) -> Cou
             backbone_flops = flops.flops
             top_entries(chunk_ND, head, min(config.top_k, head.weight_VD.shape[0]), config.logits_mib)
         head_flops = 2 * seq_len * head.weight_VD.numel()
-        return Count(_parameters(teacher), memory.peak_bytes, backbone_flops / rows + head_flops)
+        parameters = _parameters(teacher)
+        lasting_bytes = parameters * dtype.itemsize
+        return Count(parameters, lasting_bytes, memory.peak_bytes, backbone_flops / rows + head_flops)
 
     return _to_depth(model, count)
 
@@ -82,7 +92,8 @@ def train(
         if config.method == "online":
             live = _build(_with_layers(teacher, _FEW), getattr(torch, capture_config.dtype), capture_config.attention)
             live.model.requires_grad_(False)
-        return _step(model, live, config, seq_len, top_k)
+        vocab = min(c.get_text_config().vocab_size for c in (student, teacher))  # rows beyond are one's padding
+        return _step(model, live, config, seq_len, min(top_k, vocab), vocab)
 
     found = _to_depth(student, count)
     if config.method == "online" and (rest := teacher.get_text_config().num_hidden_layers - _FEW) > 0:
@@ -96,13 +107,14 @@ def _with_whole_teacher(
     """Add the layers that the counted teacher lacked: weights that stay, activations that never meet the student's."""
     few, more = (capture(_with_layers(teacher, n), config, seq_len) for n in (_FEW, _FEW + 2))
     layers = rest / 2
-    weights = (more.parameters - few.parameters) * layers * getattr(torch, config.dtype).itemsize
-    return Count(
-        found.parameters, found.peak_bytes + weights, found.row_flops + (more.row_flops - few.row_flops) * layers
-    )
+    weights = (more.lasting_bytes - few.lasting_bytes) * layers
+    row_flops = found.row_flops + (more.row_flops - few.row_flops) * layers
+    return Count(found.parameters, found.lasting_bytes + weights, found.peak_bytes + weights, row_flops)
 
 
-def _step(student: SplitModel, teacher: SplitModel | None, config: DistillConfig, seq_len: int, top_k: int) -> Count:
+def _step(
+    student: SplitModel, teacher: SplitModel | None, config: DistillConfig, seq_len: int, top_k: int, vocab: int
+) -> Count:
     """The gradients of one step, as training makes them; of more than two micro-batches, two: the others are alike."""
     micro = min(config.micro_batch_rows, config.rows_per_step)
     rows = min(config.rows_per_step, 2 * micro)
@@ -110,14 +122,17 @@ def _step(student: SplitModel, teacher: SplitModel | None, config: DistillConfig
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
-    setup = Setup(student, teacher, config, loss, student.head_weight_VD.shape[0], _CPU, lambda: False)
+    setup = Setup(student, teacher, config, loss, vocab, _CPU, lambda: False)
     run = Run(micro)
     with _counted(student, *([teacher] if teacher else [])) as memory:
         ids_RS, documents_RS = _ids(rows, seq_len)
-        signal = None if teacher else _signal(rows, seq_len, min(top_k, student.head_weight_VD.shape[0]))
+        signal = None if teacher else _signal(rows, seq_len, top_k)
         add_gradients(setup, run, StepRows(list(range(rows)), ids_RS, documents_RS, ids_RS, signal, rows * seq_len))
     parameters = _parameters(student)
-    return Count(parameters, memory.peak_bytes + _ADAM_BYTES * parameters, run.meters.flops_per_row)
+    lasting_bytes = _TRAINED_BYTES * parameters
+    if teacher:
+        lasting_bytes += _parameters(teacher) * teacher.head_weight_VD.element_size()
+    return Count(parameters, lasting_bytes, memory.peak_bytes + _MOMENTS_BYTES * parameters, run.meters.flops_per_row)
 
 
 def _to_depth(config: PreTrainedConfig, count: Callable[[PreTrainedConfig], Count]) -> Count:
