@@ -3,13 +3,15 @@
 ``plan`` tells all of it, ``require_fit`` only refuses what can't fit. docs/plan.md has the formulas and their limits.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from alambique.cache.config import CaptureConfig
@@ -112,11 +114,11 @@ def require_fit(params: Params, machine: Machine) -> bool:
     all_known = True
     for entry in (*teachers.values(), *pairs.values()):
         try:
-            need = entry.least()
+            need = None if entry.surely_fits() else entry.least()
         except NotAtHand:
             all_known = False
             continue
-        if machine.impossible(need):
+        if need is not None and machine.impossible(need):
             raise UserError(f"{params.source}: {entry.advice(need)}")
     return all_known
 
@@ -161,6 +163,13 @@ class _Teacher:
             peak_bytes += min(config.logits_mib * 2**20, logits)
         found = self.machine.need(lasting_bytes, peak_bytes, count.row_flops * self.num_rows, loading)
         return found if config.device_map is None else replace(found, fits=None)
+
+    def surely_fits(self) -> bool:
+        """Whether a rough bound says so, which spares seconds of counting."""
+        lasting = count_parameters(self.model) * (4 + getattr(torch, self.config.dtype).itemsize)
+        tokens, row = max(self.config.batch_tokens, self.prepare.seq_len), self.prepare.seq_len
+        coming = memory.rough_bytes(self.model, tokens, row, layers=1)
+        return self.machine.need(lasting, lasting + coming).fits is True
 
     def least(self) -> Need:
         return self.need(batch_tokens=1) if self.machine.device == "cuda" else self.need()
@@ -229,6 +238,15 @@ class _Pair:
             self._known[name] = self.machine.need(count.lasting_bytes, count.peak_bytes, count.row_flops * rows)
         return self._known[name]
 
+    def surely_fits(self) -> bool:
+        """As for a teacher."""
+        row, layers = self.teacher.prepare.seq_len, self.model.get_text_config().num_hidden_layers
+        lasting = 16 * count_parameters(self.model)
+        if self.config.method == "online":
+            lasting += 4 * count_parameters(self.teacher.model)
+        coming = memory.rough_bytes(self.model, self.config.micro_batch_rows * row, row, layers) + lasting / 8
+        return self.machine.need(lasting, lasting + coming).fits is True
+
     def least(self) -> Need:
         return self.need(micro_batch_rows=1) if self.machine.device == "cuda" else self.need()
 
@@ -252,18 +270,34 @@ class _Pair:
             student=self._student_need(parameters),
             evaluate=self._evaluate_need(parameters),
             methods={method: self.need(method=method) for method in METHODS},
-            largest_micro_batch_rows=_largest(lambda n: self.need(micro_batch_rows=n).fits, config.rows_per_step),
+            largest_micro_batch_rows=self._most_rows(),
             longest_seq_len=self._longest(),
             disk_bytes=disk,
             advice=self.advice(need) if not need.fits else None,
         )
 
+    def _most_rows(self) -> int:
+        """The largest micro-batch that fits, on lines through three; 0 for none."""
+        most = self.config.rows_per_step
+        known = sorted({1, min(self.config.micro_batch_rows, most), most})
+        peaks = [self.need(micro_batch_rows=rows).peak_mib for rows in known]
+        return _last(np.interp(range(1, most + 1), known, peaks) <= self.machine.memory_mib)
+
     def _longest(self) -> int:
-        """The longest rows that both capture and training take, in eighths of today's; 0 for none."""
-        unit = max(1, self.teacher.prepare.seq_len // 8)
-        most = getattr(self.model.get_text_config(), "max_position_embeddings", None) or self.teacher.prepare.seq_len
-        longest = _largest(lambda n: self.need(n * unit).fits, max(1, most // unit))
-        return unit * _largest(lambda n: self.teacher.need(n * unit).fits is not False, longest)
+        """The longest rows that both capture and training take, in eighths of today's; 0 for none.
+
+        A mask has S × S elements, so that memory is a parabola through three lengths.
+        """
+        row = self.teacher.prepare.seq_len
+        unit = max(1, row // 8)
+        lengths = [row, 2 * row, 4 * row] if self.need().fits else [unit, row // 2, row]
+        parabola = np.polyfit(lengths, [self.need(length).peak_mib for length in lengths], 2)
+        most = getattr(self.model.get_text_config(), "max_position_embeddings", None) or row
+        tried = np.arange(unit, max(most, row) + 1, unit)
+        longest = int(unit * _last(np.polyval(parabola, tried) <= self.machine.memory_mib))
+        while longest and self.teacher.need(longest).fits is False:
+            longest = longest // 2 // unit * unit
+        return longest
 
     def _student_need(self, parameters: int) -> Need:
         """The student is loaded once, to be checked; before it the teacher, where that is measured."""
@@ -307,17 +341,9 @@ def _stored_itemsize(model: PreTrainedConfig) -> int:
     return dtype.itemsize
 
 
-def _largest(fits: Callable[[int], Any], most: int) -> int:
-    """The largest number from 1 to ``most`` that fits, if all below it do; 0 for none."""
-    if most < 1 or not fits(1):
-        return 0
-    low, high = 1, most + 1  # low fits, high doesn't or is too many
-    if fits(most):
-        return most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def _last(fits: NDArray[np.bool_]) -> int:
+    """How many fit before the first that doesn't."""
+    return len(fits) if fits.all() else int(np.argmin(fits))
 
 
 def _sentence(what: str, need: Need, machine: Machine, tried: Iterable[tuple[str, Need]], otherwise: str) -> str:

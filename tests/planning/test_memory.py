@@ -61,6 +61,17 @@ def test_flops_are_those_that_training_counts() -> None:
     assert counted.peak_bytes - 8 * counted.parameters == pytest.approx(real.peak_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("method", ["fused", "online"])
+def test_a_loss_of_many_chunks_is_counted_by_a_few(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(**SETTINGS)
+    loss = LossConfig(chunk_budget_mib=4 * 320 * 4 * (8 if method == "online" else 1) / 2**20)  # 4 tokens
+    few = train(config, method=method, loss=loss, impl="fused")
+    monkeypatch.setattr(memory, "_CHUNKS", 1000)
+    whole = train(config, method=method, loss=loss, impl="fused")
+    assert few.row_flops == pytest.approx(whole.row_flops, rel=0.001)
+    assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.03)
+
+
 def test_checkpointing_and_smaller_batches_take_less() -> None:
     config = LlamaConfig(**SETTINGS)
     plain = train(config).peak_bytes

@@ -19,17 +19,21 @@ from alambique.cache.config import CaptureConfig
 from alambique.cache.head import Head, top_entries
 from alambique.core.errors import UserError
 from alambique.core.signal import TopKSignal
+from alambique.losses import project
+from alambique.losses.chunked import chunk_tokens
 from alambique.models.load import SplitModel
 from alambique.models.prune import pruned_config
 from alambique.planning.counting import CountedMemory
 from alambique.train.config import DistillConfig
-from alambique.train.data import StepRows
+from alambique.train.data import MicroBatch
 from alambique.train.flops import FlopCounter
 from alambique.train.state import Run
 from alambique.train.step import Setup, add_gradients
 
-_FEW, _MORE = 2, 4  # layers; even, because window and full attention often alternate
+_FEW, _MORE = 1, 2  # layers
 _MOMENTS_BYTES, _TRAINED_BYTES = 8, 16  # of a parameter: AdamW's moments; with its weight and gradient, all in fp32
+_CHUNKS = 2  # of a chunked loss
+_BLOCKS = 8  # of the head's products on a CPU
 _CPU = torch.device("cpu")  # of shapes alone; what differs on a GPU is said in docs/plan.md
 
 
@@ -101,6 +105,18 @@ def train(
     return found
 
 
+def rough_bytes(config: PreTrainedConfig, tokens: int, seq_len: int, layers: int) -> float:
+    """What comes and goes with ``tokens`` in ``layers`` layers and all logits, several times too much, in no time.
+
+    assumption: 24 bytes of each hidden unit and MLP channel, where the embedded pair has 4; 16 of an attention score.
+    """
+    text = config.get_text_config()
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    units = text.hidden_size + 3 * experts * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    scores = text.num_attention_heads * seq_len
+    return float(tokens * (layers * (24 * units + 16 * scores) + 48 * text.vocab_size))
+
+
 def _with_whole_teacher(
     found: Count, teacher: PreTrainedConfig, config: CaptureConfig, seq_len: int, rest: int
 ) -> Count:
@@ -115,24 +131,63 @@ def _with_whole_teacher(
 def _step(
     student: SplitModel, teacher: SplitModel | None, config: DistillConfig, seq_len: int, top_k: int, vocab: int
 ) -> Count:
-    """The gradients of one step, as training makes them; of more than two micro-batches, two: the others are alike."""
+    """The gradients of one step, as training makes them; of more than two micro-batches, two: the others are alike.
+
+    A chunked loss gets the tokens of a few chunks. Of each further one it would hold its hidden state and the gradient
+    of that, and multiply as often again.
+    """
     micro = min(config.micro_batch_rows, config.rows_per_step)
-    rows = min(config.rows_per_step, 2 * micro)
+    batches = min(2, -(-config.rows_per_step // micro))
     model = student.model.train()
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
     setup = Setup(student, teacher, config, loss, vocab, _CPU, lambda: False)
-    run = Run(micro)
-    with _counted(student, *([teacher] if teacher else [])) as memory:
-        ids_RS, documents_RS = _ids(rows, seq_len)
-        signal = None if teacher else _signal(rows, seq_len, top_k)
-        add_gradients(setup, run, StepRows(list(range(rows)), ids_RS, documents_RS, ids_RS, signal, rows * seq_len))
+    run, tokens, head_VD = Run(micro), micro * seq_len, student.head_weight_VD
+    seen = tokens
+    if config.method not in ("dense", "forward_chunked"):
+        seen = min(tokens, _CHUNKS * chunk_tokens(loss, len(head_VD), sparse=teacher is None))
+    with _counted(student, *([teacher] if teacher else [])) as memory, _few_blocks(head_VD.numel()):
+        add_gradients(setup, run, _Batches(batches, micro, seq_len, seen, None if teacher else top_k))  # type: ignore[arg-type]
     parameters = _parameters(student)
     lasting_bytes = _TRAINED_BYTES * parameters
+    products = 8 if run.meters.loss_impl in ("recompute", "tiled") else 6
+    unseen_bytes = (2 if config.precision == "bf16" else 4) * 2 * head_VD.shape[1]
+    unseen_flops = products * head_VD.numel()
     if teacher:
         lasting_bytes += _parameters(teacher) * teacher.head_weight_VD.element_size()
-    return Count(parameters, lasting_bytes, memory.peak_bytes + _MOMENTS_BYTES * parameters, run.meters.flops_per_row)
+        unseen_bytes += teacher.head_weight_VD.shape[1] * teacher.head_weight_VD.element_size()
+        unseen_flops += 2 * teacher.head_weight_VD.numel()
+    unseen = tokens - seen
+    peak_bytes = memory.peak_bytes + _MOMENTS_BYTES * parameters + unseen * unseen_bytes
+    row_flops = run.meters.flops_per_row + unseen / micro * unseen_flops
+    return Count(parameters, lasting_bytes, peak_bytes, row_flops)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Stands in for ``StepRows``: ``number`` micro-batches of which ``tokens`` positions have a target."""
+
+    number: int
+    rows: int
+    seq_len: int
+    tokens: int
+    top_k: int | None
+
+    @property
+    def num_target_tokens(self) -> int:
+        return self.number * self.tokens
+
+    def micro_batches(self, num_rows: int, device: torch.device) -> Iterator[MicroBatch]:
+        for _ in range(self.number):
+            everywhere = self.tokens == self.rows * self.seq_len
+            index_N = torch.zeros(self.tokens, dtype=torch.int64)
+            signal = None
+            if self.top_k is not None:
+                ids_NK = torch.zeros(self.tokens, self.top_k, dtype=torch.int32)
+                signal = TopKSignal(ids_NK, ids_NK.half(), torch.zeros(self.tokens))
+            ids_BS, documents_BS = _ids(self.rows, self.seq_len)
+            yield MicroBatch(ids_BS, documents_BS, None if everywhere else index_N, index_N, signal)
 
 
 def _to_depth(config: PreTrainedConfig, count: Callable[[PreTrainedConfig], Count]) -> Count:
@@ -169,17 +224,20 @@ def _counted(*models: SplitModel) -> Iterator[CountedMemory]:
         yield memory
 
 
+@contextlib.contextmanager
+def _few_blocks(head_elements: int) -> Iterator[None]:
+    """Let a CPU take a large head in fewer blocks than it would: each costs time here, and a GPU needs none."""
+    before = project._BLOCK_BYTES
+    project._BLOCK_BYTES = max(before, 4 * head_elements // _BLOCKS)
+    try:
+        yield
+    finally:
+        project._BLOCK_BYTES = before
+
+
 def _parameters(model: SplitModel) -> float:
     return sum(parameter.numel() for parameter in model.model.parameters())
 
 
 def _ids(rows: int, seq_len: int) -> tuple[Any, Any]:
     return (torch.zeros(rows, seq_len, dtype=torch.int64), torch.zeros(rows, seq_len, dtype=torch.int32))
-
-
-def _signal(rows: int, seq_len: int, top_k: int) -> TopKSignal:
-    return TopKSignal(
-        torch.zeros(rows, seq_len, top_k, dtype=torch.int32),
-        torch.zeros(rows, seq_len, top_k, dtype=torch.float16),
-        torch.zeros(rows, seq_len),
-    )
