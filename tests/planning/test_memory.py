@@ -35,12 +35,15 @@ def train(config: Any, **changes: Any) -> memory.Count:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_count_at_depth_is_the_line_through_two(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = LlamaConfig(**SETTINGS)
-    line = train(config, precision=precision)
+    lines = [train(config, precision=precision), memory.capture(config, CAPTURE, SEQ_LEN)]
     monkeypatch.setattr(memory, "_MORE", 6)
-    whole = train(config, precision=precision)
-    assert line.parameters == whole.parameters
-    assert line.row_flops == pytest.approx(whole.row_flops)
-    assert line.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
+    for line, whole in zip(
+        lines, [train(config, precision=precision), memory.capture(config, CAPTURE, SEQ_LEN)], strict=True
+    ):
+        assert line.parameters == whole.parameters
+        assert line.lasting_bytes == whole.lasting_bytes
+        assert line.row_flops == pytest.approx(whole.row_flops)
+        assert line.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.02)
 
 
 def test_flops_are_those_that_training_counts() -> None:

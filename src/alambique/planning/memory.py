@@ -30,7 +30,7 @@ from alambique.train.flops import FlopCounter
 from alambique.train.state import Run
 from alambique.train.step import Setup, add_gradients
 
-_FEW, _MORE = 1, 2  # layers
+_FEW, _MORE = 2, 3  # layers; the first alone has less beside it than the others
 _MOMENTS_BYTES, _TRAINED_BYTES = 8, 16  # of a parameter: AdamW's moments; with its weight and gradient, all in fp32
 _CHUNKS = 2  # of a chunked loss
 _BLOCKS = 8  # of the head's products on a CPU
@@ -121,8 +121,8 @@ def _with_whole_teacher(
     found: Count, teacher: PreTrainedConfig, config: CaptureConfig, seq_len: int, rest: int
 ) -> Count:
     """Add the layers that the counted teacher lacked: weights that stay, activations that never meet the student's."""
-    few, more = (capture(_with_layers(teacher, n), config, seq_len) for n in (_FEW, _FEW + 2))
-    layers = rest / 2
+    few, more = (capture(_with_layers(teacher, n), config, seq_len) for n in (_FEW, _MORE))
+    layers = rest / (_MORE - _FEW)
     weights = (more.lasting_bytes - few.lasting_bytes) * layers
     row_flops = found.row_flops + (more.row_flops - few.row_flops) * layers
     return Count(found.parameters, found.lasting_bytes + weights, found.peak_bytes + weights, row_flops)
