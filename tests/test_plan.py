@@ -103,7 +103,7 @@ def huge(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_no_setting_changes_needs_another_student(embedded: Params, huge: None) -> None:
-    with pytest.raises(UserError, match="and no setting here changes that: take a smaller student, or a larger device"):
+    with pytest.raises(UserError, match="no setting here changes that: take a smaller student, or a larger device"):
         require_fit(embedded, replace(HOST, memory_mib=4000))
 
 

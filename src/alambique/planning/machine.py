@@ -14,8 +14,8 @@ from alambique.train.peaks import peak_tflop_per_s
 
 # assumption: the published fused run on an H200 made 304 of 989.5 TFLOP/s; other GPUs are taken to be used as well
 _GPU_SHARE = 0.3
-# source: the embedded pair on two cores with AMX: what training made of the product that `_host_flop_per_s` times
-_HOST_SHARE = 0.3
+# assumption: the embedded pair made 0.21 TFLOP/s on two cores, of which each makes 0.89 of the product timed here
+_HOST_SHARE = 0.12
 # MiB that the driver shows. assumption: the largest product of each name; --memory-gib says otherwise
 _GPU_MIB = {
     "B200": 183_359, "H200 NVL": 143_771, "H200": 143_771, "GH200": 97_871, "H100 NVL": 95_830, "H100 PCIe": 81_559,
