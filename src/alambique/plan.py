@@ -168,7 +168,7 @@ class _Teacher:
         """Whether a rough bound says so, which spares seconds of counting."""
         lasting = count_parameters(self.model) * (4 + getattr(torch, self.config.dtype).itemsize)
         tokens, row = max(self.config.batch_tokens, self.prepare.seq_len), self.prepare.seq_len
-        coming = memory.rough_bytes(self.model, tokens, row, layers=1)
+        coming = memory.rough_bytes(self.model, tokens, row, layers=1) + self.config.logits_mib * 2**20
         return self.machine.need(lasting, lasting + coming).fits is True
 
     def least(self) -> Need:
@@ -244,7 +244,9 @@ class _Pair:
         lasting = 16 * count_parameters(self.model)
         if self.config.method == "online":
             lasting += 4 * count_parameters(self.teacher.model)
-        coming = memory.rough_bytes(self.model, self.config.micro_batch_rows * row, row, layers) + lasting / 8
+        tokens, logit_bytes = self.config.micro_batch_rows * row, 48  # of all logits at once, as `dense` has them
+        coming = memory.rough_bytes(self.model, tokens, row, layers) + lasting / 8  # weights cast to bf16
+        coming += tokens * logit_bytes * self.model.get_text_config().vocab_size
         return self.machine.need(lasting, lasting + coming).fits is True
 
     def least(self) -> Need:

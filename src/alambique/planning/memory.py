@@ -106,7 +106,7 @@ def train(
 
 
 def rough_bytes(config: PreTrainedConfig, tokens: int, seq_len: int, layers: int) -> float:
-    """What comes and goes with ``tokens`` in ``layers`` layers and all logits, several times too much, in no time.
+    """What comes and goes with ``tokens`` in ``layers`` layers, several times too much, in no time.
 
     assumption: 24 bytes of each hidden unit and MLP channel, where the embedded pair has 4; 16 of an attention score.
     """
@@ -114,7 +114,7 @@ def rough_bytes(config: PreTrainedConfig, tokens: int, seq_len: int, layers: int
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
     units = text.hidden_size + 3 * experts * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
     scores = text.num_attention_heads * seq_len
-    return float(tokens * (layers * (24 * units + 16 * scores) + 48 * text.vocab_size))
+    return float(tokens * layers * (24 * units + 16 * scores))
 
 
 def _with_whole_teacher(
