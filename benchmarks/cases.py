@@ -85,9 +85,12 @@ class Case:
     measures: tuple[str, ...]
 
 
-_HOUSE_TESTS = ("tests/benchmarks/test_run.py", "tests/benchmarks/test_counting.py")
+_HOUSE_TESTS = ("tests/benchmarks/test_run.py", "tests/planning/test_counting.py")
 _LOSS_TESTS = ("tests/losses", "tests/kernels", "tests/benchmarks/test_loss_cases.py", *_HOUSE_TESTS)
-_LOSS_CODE = ("src/alambique/losses", "src/alambique/kernels", "src/alambique/core/signal.py", "benchmarks")
+_LOSS_CODE = (
+    *(f"src/alambique/{name}" for name in ("losses", "kernels", "core/signal.py", "planning/counting.py")),
+    "benchmarks",
+)
 _CACHE_CODE = ("src/alambique/cache", "src/alambique/core/signal.py", "benchmarks")
 _TRAIN_TESTS = ("tests/train", "tests/losses", *_HOUSE_TESTS)
 _TRAIN_CODE = (

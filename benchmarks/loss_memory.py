@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from alambique.planning.counting import CountedMemory
 from benchmarks import problems
 from benchmarks.cases import LLAMA31_8B, Options, Outcome, Shape
 from benchmarks.contenders import ALL, available, failures, first_line
-from benchmarks.counting import CountedMemory
 
 TOKENS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144)
 CONTENDERS = [

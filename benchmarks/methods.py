@@ -23,10 +23,10 @@ from alambique.core.errors import UserError
 from alambique.core.signal import StatesSignal
 from alambique.heldout import HeldoutConfig, heldout
 from alambique.losses.distillation import distillation_loss
+from alambique.planning.counting import CountedMemory
 from alambique.train.config import Method
 from benchmarks import pairs, problems, timing
 from benchmarks.cases import LLAMA31_8B, Options, Outcome, Shape
-from benchmarks.counting import CountedMemory
 from benchmarks.loss_memory import count_gib
 
 METHODS: tuple[str, ...] = get_args(Method)

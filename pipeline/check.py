@@ -5,6 +5,7 @@ doesn't wait for the teacher to finish.
 """
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from alambique.cache.sampled import require_tail
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.params import Config, Params
 from alambique.evaluate import BenchmarkConfig, check_benchmarks
+from alambique.plan import require_fit
+from alambique.planning.machine import machine
 from alambique.train.config import DistillConfig
 from pipeline.job import job_main
 
+SKIP = "ALAMBIQUE_SKIP_FIT"
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 
 
@@ -60,6 +64,23 @@ def check_params(path: Path = Path("params.yaml")) -> None:
         _check_tail(params, pair, params.get(f"pairs.{pair}.teacher"))
     benchmarks = params.keys("evaluate.benchmarks")
     check_benchmarks({name: params.section(BenchmarkConfig, f"evaluate.benchmarks.{name}") for name in benchmarks})
+
+
+def check_fit(path: Path = Path("params.yaml")) -> bool:
+    """Refuse stages that can't fit into this machine's memory; returns whether all of them could be looked at.
+
+    Only models whose configuration is on this machine are: nothing is downloaded. A pair of the Hub is known once its
+    prepare stage has fetched the tokenizer.
+
+    Raises:
+        UserError: the first stage that can't fit, what would, and how to run it all the same.
+    """
+    if os.environ.get(SKIP, "0") not in ("", "0"):
+        return True
+    try:
+        return require_fit(Params.load(path), machine(None, None, timed=False))
+    except UserError as error:
+        raise UserError(f"{error} {SKIP}=1 runs it all the same.") from error
 
 
 def _check_tail(params: Params, pair: str, teacher: str) -> None:

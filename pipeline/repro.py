@@ -104,14 +104,18 @@ def mend_rwlock(path: Path) -> None:
 def check_params_once() -> None:
     """Validate params.yaml, unless it and the code are those of the last check that passed.
 
-    The check imports every stage, torch included: seconds that a run in which nothing changed shouldn't pay.
+    The check imports every stage, torch included: seconds that a run in which nothing changed shouldn't pay. It is not
+    the last word while a model's shapes are unknown, on a fresh machine, so that the next run looks again.
     """
     files = [Path("params.yaml"), Path("dvc.yaml"), *Path("src").rglob("*.py"), *Path("pipeline").glob("*.py")]
     state = sha256_json({str(path): sha256_file(path) for path in sorted(files) if path.is_file()})
     stamp = work_dir() / "params-checked"
     if stamp.is_file() and stamp.read_text() == state:
         return
-    importlib.import_module("pipeline.check").check_params()
+    check = importlib.import_module("pipeline.check")
+    check.check_params()
+    if not check.check_fit():
+        return
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(state)
 

@@ -146,7 +146,9 @@ MAY_IMPORT = {
     "report": ("core", "provenance"),
     "pages": ("core", "plots", "report"),
     "plots": ("core",),
-    "cli": ("core", *SIBLINGS, "pages"),
+    "planning": ("core", *SIBLINGS, "train"),
+    "plan": ("core", *SIBLINGS, "train", "evaluate", "heldout", "planning"),
+    "cli": ("core", *SIBLINGS, "pages", "plan", "planning"),
 }
 
 

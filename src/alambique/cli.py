@@ -1,6 +1,7 @@
-"""The command ``alambique``: looks into a teacher's cache, compares it, and writes the page over all reports."""
+"""The command ``alambique``: plans a run, looks into a teacher's cache, and writes the page over all reports."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from alambique.cache.reader import TeacherCache
 from alambique.cache.score import DtypeName, Teacher
 from alambique.core.errors import UserError
 from alambique.core.measure import default_device
-from alambique.core.params import Config, validate
+from alambique.core.params import Config, Params, validate
 from alambique.pages import write_index
 
 EXIT_USER_ERROR = 2
@@ -41,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="alambique", description="Looks into what the pipeline has made.")
+    parser = argparse.ArgumentParser(prog="alambique", description="Looks into what the pipeline has made, or will.")
     subjects = parser.add_subparsers(required=True, metavar="SUBJECT")
+    _add_plan(subjects.add_parser("plan", help="memory, disk and time of what params.yaml asks for, before it runs"))
     report = subjects.add_parser("report", help="write the page over all pairs", description="Writes index.html.")
     report.add_argument("path", type=Path, nargs="?", default=Path("results/report"), help="default: results/report")
     report.set_defaults(command=_report)
@@ -73,6 +75,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(options: argparse.Namespace) -> None:
     print(write_index(options.path))
+
+
+def _add_plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--params", type=Path, default=Path("params.yaml"), help="file to plan (default params.yaml)")
+    sub.add_argument("--gpu", help="plan for this GPU, such as H100 (default: the visible one, or this host)")
+    sub.add_argument("--memory-gib", type=float, help="memory to fit (default: that of the GPU, or of this host)")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.set_defaults(command=_plan)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from alambique.plan import plan  # transformers: seconds
+    from alambique.planning.machine import machine
+    from alambique.planning.screen import show
+
+    params = Params.load(options.params)
+    found = plan(params, machine(options.gpu, options.memory_gib))
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show(found)
 
 
 def _info(options: argparse.Namespace) -> None:

@@ -17,6 +17,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from alambique.core.params import Params
+from alambique.plan import plan
+from alambique.planning.machine import machine
 from tests.tiny_checkout import Checkout
 
 pytestmark = pytest.mark.timeout(600)
@@ -81,6 +84,24 @@ def test_the_distilled_folder_loads_and_generates(checkout: Checkout) -> None:
     ids = tokenizer("the cat", return_tensors="pt").input_ids
     assert model.config.num_hidden_layers == 2
     assert model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4).shape[1] == ids.shape[1] + 4
+
+
+def test_the_plan_foretold_memory_and_cache(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout.root)
+    found = plan(Params.load(), machine(None, 8), download=False)
+    capture, pair = found.teachers["tiny"].capture, found.pairs["tiny_half"]
+    report = checkout.read("results/report/tiny_half.json")
+    assert capture is not None
+    assert capture.peak_mib == pytest.approx(report["teacher"]["peak_mib"], rel=0.15)
+    assert pair.methods["fused"].peak_mib == pytest.approx(report["distill"]["peak_mib"], rel=0.15)
+    assert pair.parameters == report["student"]["num_parameters"]
+    # How well a random teacher's words pack no formula knows: from a sample of its cache.
+    measured = report["teacher"]["cache_bytes_per_token"]
+    assert found.teachers["tiny"].cache_from == "sample"
+    assert found.teachers["tiny"].cache_bytes_per_token == pytest.approx(measured, rel=0.05)
+    flops = pair.methods["fused"].flops
+    executed = checkout.read("results/distill/tiny_half.json")
+    assert flops == pytest.approx(executed["tflop_per_s"] * 1e12 * executed["seconds"], rel=0.05)
 
 
 def test_nothing_changed_nothing_runs(checkout: Checkout) -> None:

@@ -116,9 +116,22 @@ def test_params_are_checked_again_when_they_or_the_code_change(tmp_path: Path, m
     assert len(checks) == 3
 
 
+def test_a_check_that_knew_no_shapes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[int] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ALAMBIQUE_WORK", str(tmp_path / "work"))
+    for all_known, expected in ((False, 1), (False, 2), (True, 3), (True, 3)):
+        monkeypatch.setattr(
+            repro.importlib, "import_module", lambda name, all_known=all_known: Check(checks, all_known)
+        )
+        repro.check_params_once()
+        assert len(checks) == expected
+
+
 class Check:
-    def __init__(self, checks: list[int]) -> None:
+    def __init__(self, checks: list[int], all_known: bool = True) -> None:
         self.check_params = lambda: checks.append(1)
+        self.check_fit = lambda: all_known
 
 
 def child_of(pid: int) -> int:

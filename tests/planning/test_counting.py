@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from alambique.planning.counting import CountedMemory
 from benchmarks import problems
 from benchmarks.cases import Shape
-from benchmarks.counting import CountedMemory
 from benchmarks.loss_memory import count_gib
 
 MIB = 2**20

@@ -1,4 +1,7 @@
-"""Peak memory without the memory: every storage that is alive, counted while operations run on meta tensors."""
+"""Peak memory without the memory: every storage that is alive, counted while operations run on shapes alone.
+
+Shapes alone: tensors on the meta device, or torch's fake tensors, which have a device besides and so autocast.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -49,10 +53,10 @@ class CountedMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and look at what it returns; its arguments are still alive, as they are on a device."""
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is torch.ops.aten._local_scalar_dense.default and _is_shape_alone(args[0]):
             return 1.0  # there are no values here; one that is read must not stop the count
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # as if nothing were zero: the most there can be
-            out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device="meta")
+        if func is torch.ops.aten.nonzero.default and _is_shape_alone(args[0]):  # as if nothing were zero: the most
+            out = torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device=args[0].device)
             self._watch([out])
             return out
         out = func(*args, **(kwargs or {}))
@@ -68,3 +72,7 @@ class CountedMemory(TorchDispatchMode):
                 self._upper_bytes += storage.nbytes()
         if self._upper_bytes > self.peak_bytes:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _is_shape_alone(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
