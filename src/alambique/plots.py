@@ -221,19 +221,21 @@ def _label(axes: Axes, models: Sequence[Sized]) -> None:
         if place is None:
             continue
         offset = (place[0] - point[0], place[1] - point[1])
-        aside = max(offset[0], -offset[0] - _width(model.label), 0)
-        far = math.hypot(aside, offset[1]) > 2 * _FONT_SIZE
-        axes.annotate(
-            model.label,
-            (model.num_parameters, model.value),
-            offset,
-            textcoords="offset points",
-            fontsize=_FONT_SIZE,
-            va="bottom",
-            color=_COLOURS[model.who],
-            arrowprops={"arrowstyle": "-", "color": _INK, "linewidth": 0.5, "shrinkB": 4} if far else None,
-            in_layout=False,
-        )
+        edge = (
+            _clamp(offset[0], _width(model.label)),
+            _clamp(offset[1], _FONT_SIZE),
+        )  # of the label, nearest the point
+        corner, colour = (model.num_parameters, model.value), _COLOURS[model.who]
+        options: dict[str, Any] = {"textcoords": "offset points", "in_layout": False}
+        if math.hypot(*edge) > 2 * _FONT_SIZE:
+            line = {"arrowstyle": "-", "color": _INK, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4}
+            axes.annotate("", corner, edge, arrowprops=line, zorder=1, **options)  # under all names
+        axes.annotate(model.label, corner, offset, fontsize=_FONT_SIZE, va="bottom", color=colour, **options)
+
+
+def _clamp(start: float, length: float) -> float:
+    """The number nearest to 0 that is between ``start`` and ``start + length``."""
+    return min(max(0.0, start), start + length)
 
 
 def parameters(number: float) -> str:
