@@ -211,29 +211,33 @@ def _label(axes: Axes, models: Sequence[Sized]) -> None:
         for model, end in ends
         for part in range(1, 9)
     ]
+    named = [(model.num_parameters, model.value) for model in models]
+    befores = [(model.num_parameters, model.before) for model in models if model.before is not None]
     points, lines = (
         [(float(x), float(y)) for x, y in map(axes.transData.transform, corners)]
-        for corners in ([(model.num_parameters, model.value) for model in models], on_lines)
+        for corners in (named + befores, on_lines)
     )
     box = axes.get_window_extent()
     found = place_labels(points, [model.label for model in models], (box.x0, box.y0, box.x1, box.y1), lines)
-    for model, point, place in zip(models, points, found, strict=True):
+    for model, point, place in zip(models, points, found, strict=False):
         if place is None:
             continue
         offset = (place[0] - point[0], place[1] - point[1])
-        aside = max(offset[0], -offset[0] - _width(model.label), 0)
-        far = math.hypot(aside, offset[1]) > 2 * _FONT_SIZE
-        axes.annotate(
-            model.label,
-            (model.num_parameters, model.value),
-            offset,
-            textcoords="offset points",
-            fontsize=_FONT_SIZE,
-            va="bottom",
-            color=_COLOURS[model.who],
-            arrowprops={"arrowstyle": "-", "color": _INK, "linewidth": 0.5, "shrinkB": 4} if far else None,
-            in_layout=False,
-        )
+        edge = (
+            _clamp(offset[0], _width(model.label)),
+            _clamp(offset[1], _FONT_SIZE),
+        )  # of the label, nearest the point
+        corner, colour = (model.num_parameters, model.value), _COLOURS[model.who]
+        options: dict[str, Any] = {"textcoords": "offset points", "in_layout": False}
+        if math.hypot(*edge) > 2 * _FONT_SIZE:
+            line = {"arrowstyle": "-", "color": _INK, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 4}
+            axes.annotate("", corner, edge, arrowprops=line, zorder=1, **options)  # under all names
+        axes.annotate(model.label, corner, offset, fontsize=_FONT_SIZE, va="bottom", color=colour, **options)
+
+
+def _clamp(start: float, length: float) -> float:
+    """The number nearest to 0 that is between ``start`` and ``start + length``."""
+    return min(max(0.0, start), start + length)
 
 
 def parameters(number: float) -> str:
@@ -251,13 +255,13 @@ def place_labels(
     """The lower left corner of each label, so that none covers another or a point; None where there is no room.
 
     Args:
-        points: what is named; all numbers are in points of type.
+        points: what is named, then others that may not be covered; all numbers are in points of type.
         labels: the names, in the same order.
         bounds: left, bottom, right and top edge of the room.
         lines: points of lines, which a label covers only where there is no other room.
     """
     dots, taken, found = [_around(*point) for point in points], [_around(*point) for point in lines], []
-    for (x, y), label in zip(points, labels, strict=True):
+    for (x, y), label in zip(points, labels, strict=False):
         boxes = [box for box in _boxes(x, y, _width(label)) if _inside(box, bounds)]
         boxes = [box for box in boxes if not any(_overlap(box, other) for other in dots)]
         clear = (box for box in boxes if not any(_overlap(box, other) for other in taken))
