@@ -32,6 +32,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-c", LAUNCH, "-m", "tests.train.sharded_worker", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     return folder
 
 

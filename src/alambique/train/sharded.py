@@ -8,6 +8,7 @@ Dimensions: B rows, S positions, D hidden size.
 
 import contextlib
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,8 @@ class ShardedStudent(SplitModel):
         for module in (*modules, self._root):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        # Nothing here writes into the hidden states that the root returns, of which FSDP2 warns.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self._find_head()
         student.head_weight_VD, student.head_bias_V = self.head_weight_VD, self.head_bias_V  # don't keep the whole one
 
