@@ -80,7 +80,8 @@ class Plan:
     @property
     def disk_bytes(self) -> float:
         """What all of it takes on disk."""
-        return sum(sum(entry.disk_bytes.values()) for entry in (*self.teachers.values(), *self.pairs.values()))
+        entries: list[TeacherPlan | PairPlan] = [*self.teachers.values(), *self.pairs.values()]
+        return sum(sum(entry.disk_bytes.values()) for entry in entries)
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -111,8 +112,9 @@ def require_fit(params: Params, machine: Machine) -> bool:
         UserError: the first stage that can't fit, and what would.
     """
     teachers, pairs = _entries(params, machine, download=False)
+    entries: list[_Teacher | _Pair] = [*teachers.values(), *pairs.values()]
     all_known = True
-    for entry in (*teachers.values(), *pairs.values()):
+    for entry in entries:
         try:
             need = None if entry.surely_fits() else entry.least()
         except NotAtHand:
@@ -259,7 +261,7 @@ class _Pair:
             return PairPlan(str(error))
         config, parameters, need = self.config, count_parameters(model), self.need()
         checkpoints = 3 + (config.keep == "best")  # those kept, and the one being written
-        disk = {
+        disk: dict[str, float] = {
             "student": parameters * _stored_itemsize(model),
             "checkpoints": checkpoints * _CHECKPOINT_BYTES * parameters,
             "distilled": parameters * (2 if config.precision == "bf16" else 4),
@@ -321,7 +323,7 @@ class _Pair:
     def advice(self, need: Need) -> str:
         """One sentence: what is short, and what would do, the cheapest change first."""
         row = self.teacher.prepare.seq_len
-        settings = {"method": "fused", "micro_batch_rows": 1, "gradient_checkpointing": True}
+        settings: dict[str, Any] = {"method": "fused", "micro_batch_rows": 1, "gradient_checkpointing": True}
         words = {name: f"{name}: {str(value).lower()}" for name, value in settings.items()}
         news = [name for name, value in settings.items() if getattr(self.config, name) != value]
         tries = [[name] for name in news] + [news[:n] for n in range(2, len(news) + 1)]

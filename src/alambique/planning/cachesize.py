@@ -21,8 +21,28 @@ from alambique.core.errors import UserError
 # Bytes of an entry in its stream by K, as the codec `exact` packs them, and bits that the table of classes takes for a
 # token of the vocabulary, by entries of a shard for each of them. source: 14,815 positions of the embedded teacher's
 # cache, its top 100 cut to K, in shards of 15 rows (docs/plan.md)
-_ID_BYTES = {1: 1.135, 2: 1.125, 5: 1.178, 10: 1.24, 16: 1.298, 25: 1.353, 50: 1.439, 75: 1.487, 100: 1.519}
-_LOGPROB_BYTES = {1: 1.832, 2: 1.761, 5: 1.315, 10: 1.007, 16: 0.838, 25: 0.682, 50: 0.511, 75: 0.434, 100: 0.387}
+_ID_BYTES: dict[float, float] = {
+    1: 1.135,
+    2: 1.125,
+    5: 1.178,
+    10: 1.24,
+    16: 1.298,
+    25: 1.353,
+    50: 1.439,
+    75: 1.487,
+    100: 1.519,
+}
+_LOGPROB_BYTES: dict[float, float] = {
+    1: 1.832,
+    2: 1.761,
+    5: 1.315,
+    10: 1.007,
+    16: 0.838,
+    25: 0.682,
+    50: 0.511,
+    75: 0.434,
+    100: 0.387,
+}
 _CLASS_BITS = {0.075: 0.17, 0.3: 0.4, 0.75: 0.73, 1.9: 1.21, 3.8: 1.68, 7.5: 2.22, 15: 2.55, 30: 3.0, 50: 3.2}
 _FP32_LOGPROB = 66 / 39  # source: docs/cache-format.md, logprobs of fp32 logits against those of bf16 logits
 _DOUBLING = 0.022  # bytes of an id more for each doubling of the vocabulary; source: docs/cache-format.md

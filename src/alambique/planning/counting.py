@@ -21,7 +21,7 @@ class _Live:
     num_bytes: int
 
 
-class CountedMemory(TorchDispatchMode):
+class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live storages while it is active, and their peak.
 
     An allocator's rounding, its cache, and workspaces inside a library's kernels are not seen: what is counted is a
@@ -32,7 +32,7 @@ class CountedMemory(TorchDispatchMode):
     """
 
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, _Live] = {}
         self._upper_bytes = 0  # what is alive, and perhaps some that has died since it was last looked at
         self.peak_bytes = 0
@@ -41,7 +41,7 @@ class CountedMemory(TorchDispatchMode):
     @property
     def live_bytes(self) -> int:
         """Bytes that are alive now."""
-        for address in [a for a, entry in self._live.items() if entry.reference.expired()]:
+        for address in [a for a, entry in self._live.items() if entry.reference.expired()]:  # type: ignore[no-untyped-call]
             self._upper_bytes -= self._live.pop(address).num_bytes
         return self._upper_bytes
 
@@ -68,7 +68,7 @@ class CountedMemory(TorchDispatchMode):
             storage = tensor.untyped_storage()
             # A weak reference keeps the address from being used again, so that it identifies the storage.
             if storage._cdata not in self._live:
-                self._live[storage._cdata] = _Live(StorageWeakRef(storage), storage.nbytes())
+                self._live[storage._cdata] = _Live(StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
                 self._upper_bytes += storage.nbytes()
         if self._upper_bytes > self.peak_bytes:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)

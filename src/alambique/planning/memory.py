@@ -236,7 +236,7 @@ def _few_blocks(head_elements: int) -> Iterator[None]:
 
 
 def _parameters(model: SplitModel) -> float:
-    return sum(parameter.numel() for parameter in model.model.parameters())
+    return float(sum(parameter.numel() for parameter in model.model.parameters()))
 
 
 def _ids(rows: int, seq_len: int) -> tuple[Any, Any]:
