@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export DO_NOT_TRACK := true
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: help repro test ui experiments worker bench prune clean
+.PHONY: help repro test ui exps worker bench prune clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -32,8 +32,11 @@ test: $(VENV)/.ok  ## lint, types and tests
 ui: $(VENV)/.ok  ## MLflow on this machine's port 5000
 	mlflow server --backend-store-uri sqlite:///$(CURDIR)/mlflow.db --host 127.0.0.1 --port 5000 --workers 1
 
-experiments: $(VENV)/.ok  ## DVC's table of experiments: reports only, and what differs
-	dvc exp show --only-changed --no-pager
+# DVC would also show the hash of every file, and the path of a figure before its name.
+NO_COLUMN := ^(src|pipeline|evals|artifacts|results/(prepare|teacher|student|distill|evaluate))
+exps: $(VENV)/.ok  ## DVC's table of experiments: the reports' figures, and the settings that differ
+	@dvc exp show --only-changed --md --precision 3 --drop '$(NO_COLUMN)' $(ARGS) \
+		| sed -E 's#results/report/##g; s#_metrics\.json##g; s# {2,}# #g; /^\|-/d' | { column -t -s '|' 2>/dev/null || cat; }
 
 worker: $(VENV)/.ok  ## run what others submit to POOL (gpu), in this checkout (docs/orchestration.md)
 	ALAMBIQUE_CHECKOUT=$(CURDIR) PREFECT_HOME=$${PREFECT_HOME:-$(CURDIR)/.prefect} prefect worker start --pool $(POOL)

@@ -161,10 +161,11 @@ class Checkout:
         self.command("git", "add", "-A")
         self.command("git", "commit", "-qm", "as it is")
 
-    def not_linked(self) -> list[str]:
+    def not_linked(self, pattern: str = "*") -> list[str]:
         """Files of stages that don't share their bytes with DVC's cache, by a second name for one inode."""
         cached = {path.stat().st_ino for path in (self.root / ".dvc/cache/files").rglob("*") if path.is_file()}
-        files = [path for top in ("artifacts", "results") for path in (self.root / top).rglob("*") if path.is_file()]
+        tops = (self.root / "artifacts", self.root / "results")
+        files = [path for top in tops for path in top.rglob(pattern) if path.is_file()]
         assert files
         return [str(path) for path in files if path.stat().st_nlink < 2 or path.stat().st_ino not in cached]
 
