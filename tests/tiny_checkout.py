@@ -159,7 +159,7 @@ class Checkout:
     def commit(self) -> None:
         """Commit all that Git doesn't ignore."""
         self.command("git", "add", "-A")
-        self.command("git", "commit", "-qm", "as it is")
+        self.command("git", "commit", "--allow-empty", "-qm", "as it is")
 
     def not_linked(self, pattern: str = "*") -> list[str]:
         """Files of stages that don't share their bytes with DVC's cache, by a second name for one inode."""
