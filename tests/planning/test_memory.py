@@ -100,9 +100,9 @@ def test_a_live_teacher_s_weights_and_work_are_added() -> None:
 )
 def test_other_architectures_are_counted(config: Any) -> None:
     kernel = {"attention": "flex_attention"}
-    assert train(config, **kernel).row_flops > 0
-    count = memory.capture(config, CAPTURE.model_copy(update=kernel), SEQ_LEN)
-    assert count.peak_bytes > 4 * count.parameters
+    assert train(config, precision="bf16", **kernel).row_flops > 0
+    count = memory.capture(config, CAPTURE.model_copy(update={"dtype": "bfloat16", **kernel}), SEQ_LEN)
+    assert count.peak_bytes > 2 * count.parameters
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert count.parameters == parameters
