@@ -178,10 +178,10 @@ class _Teacher:
 
     def plan(self) -> TeacherPlan:
         try:
-            model = self.model
+            model, need = self.model, self.need()
         except NotAtHand as error:
             return TeacherPlan(str(error))
-        seq_len, parameters, need = self.prepare.seq_len, count_parameters(model), self.need()
+        seq_len, parameters = self.prepare.seq_len, count_parameters(model)
         logits_dtype = "float32" if self.machine.device == "cuda" else self.config.dtype
         there = Path("artifacts/teacher", self.key)
         size = cachesize.predict(model, self.config, logits_dtype, seq_len, self.num_rows, there)
@@ -256,10 +256,10 @@ class _Pair:
 
     def plan(self) -> PairPlan:
         try:
-            model = self.model
+            model, need = self.model, self.need()
         except NotAtHand as error:
             return PairPlan(str(error))
-        config, parameters, need = self.config, count_parameters(model), self.need()
+        config, parameters = self.config, count_parameters(model)
         checkpoints = 3 + (config.keep == "best")  # those kept, and the one being written
         disk: dict[str, float] = {
             "student": parameters * _stored_itemsize(model),
@@ -351,7 +351,7 @@ def _last(fits: NDArray[np.bool_]) -> int:
 
 
 def _sentence(what: str, need: Need, machine: Machine, tried: Iterable[tuple[str, Need]], otherwise: str) -> str:
-    short = f"{what} needs about {gib(need.peak_mib)} GiB, and {machine.name} has {gib(machine.memory_mib)}"
+    short = f"{what} needs about {gib(need.peak_mib)} GiB, and {machine.name} has {gib(machine.memory_mib)} GiB"
     for text, found in tried:
         if found.fits:
             return f"{short}: {text}, which needs about {gib(found.peak_mib)} GiB."

@@ -5,7 +5,6 @@ Dimensions: R rows, N captured tokens, K entries.
 
 import math
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +17,11 @@ from alambique.cache.reader import TeacherCache
 from alambique.cache.shards import Block, write_shard
 from alambique.core.errors import UserError
 
+_Measured = dict[float, float]
 # Bytes of an entry in its stream by K, as the codec `exact` packs them, and bits that the table of classes takes for a
 # token of the vocabulary, by entries of a shard for each of them. source: 14,815 positions of the embedded teacher's
 # cache, its top 100 cut to K, in shards of 15 rows (docs/plan.md)
-_ID_BYTES: dict[float, float] = {
+_ID_BYTES: _Measured = {
     1: 1.135,
     2: 1.125,
     5: 1.178,
@@ -32,7 +32,7 @@ _ID_BYTES: dict[float, float] = {
     75: 1.487,
     100: 1.519,
 }
-_LOGPROB_BYTES: dict[float, float] = {
+_LOGPROB_BYTES: _Measured = {
     1: 1.832,
     2: 1.761,
     5: 1.315,
@@ -43,7 +43,17 @@ _LOGPROB_BYTES: dict[float, float] = {
     75: 0.434,
     100: 0.387,
 }
-_CLASS_BITS = {0.075: 0.17, 0.3: 0.4, 0.75: 0.73, 1.9: 1.21, 3.8: 1.68, 7.5: 2.22, 15: 2.55, 30: 3.0, 50: 3.2}
+_CLASS_BITS: _Measured = {
+    0.075: 0.17,
+    0.3: 0.4,
+    0.75: 0.73,
+    1.9: 1.21,
+    3.8: 1.68,
+    7.5: 2.22,
+    15: 2.55,
+    30: 3.0,
+    50: 3.2,
+}
 _FP32_LOGPROB = 66 / 39  # source: docs/cache-format.md, logprobs of fp32 logits against those of bf16 logits
 _DOUBLING = 0.022  # bytes of an id more for each doubling of the vocabulary; source: docs/cache-format.md
 _VOCAB = 49_152  # of the measured teacher
@@ -128,7 +138,7 @@ def _encoded(cache: TeacherCache, rows: range, slots: int, codec: str) -> tuple[
         return len(entries.tail_mass_N), path.stat().st_size
 
 
-def _between(measured: Mapping[float, float], at: float) -> float:
+def _between(measured: _Measured, at: float) -> float:
     """The measured figure there, on straight lines over the logarithm; beyond what was measured the last one."""
     known = sorted(measured)
     return float(np.interp(math.log(at), [math.log(value) for value in known], [measured[value] for value in known]))

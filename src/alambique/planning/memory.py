@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from alambique.cache.config import CaptureConfig
 from alambique.cache.head import Head, top_entries
-from alambique.core.errors import UserError
 from alambique.core.signal import TopKSignal
 from alambique.losses import project
 from alambique.losses.chunked import chunk_tokens
 from alambique.models.load import SplitModel
 from alambique.models.prune import pruned_config
 from alambique.planning.counting import CountedMemory
+from alambique.planning.shapes import NotAtHand
 from alambique.train.config import DistillConfig
 from alambique.train.data import MicroBatch
 from alambique.train.flops import FlopCounter
@@ -35,6 +36,12 @@ _MOMENTS_BYTES, _TRAINED_BYTES = 8, 16  # of a parameter: AdamW's moments; with 
 _CHUNKS = 2  # of a chunked loss
 _BLOCKS = 8  # of the head's products on a CPU
 _CPU = torch.device("cpu")  # of shapes alone; what differs on a GPU is said in docs/plan.md
+
+
+# Kernels that need a GPU or a compiler keep as little as sdpa without a mask, in whose place they are counted.
+_FLASH = "counted"
+AttentionInterface.register(_FLASH, sdpa_attention_forward)
+AttentionMaskInterface.register(_FLASH, lambda *args, **kwargs: None)
 
 
 @dataclass(frozen=True)
@@ -202,9 +209,9 @@ def _to_depth(config: PreTrainedConfig, count: Callable[[PreTrainedConfig], Coun
         if layers <= _MORE:
             return at(layers)
         return at(_FEW).towards(at(_MORE), (layers - _FEW) / (_MORE - _FEW))
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"a {config.model_type} model can't be counted on shapes alone ({reason}).") from error
+        raise NotAtHand(f"a {config.model_type} model can't be counted on shapes alone ({reason}).") from error
 
 
 def _with_layers(config: PreTrainedConfig, number: int) -> PreTrainedConfig:
@@ -212,8 +219,7 @@ def _with_layers(config: PreTrainedConfig, number: int) -> PreTrainedConfig:
 
 
 def _build(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> SplitModel:
-    """Kernels that need a GPU or a compiler keep as little as sdpa, in whose place they are counted."""
-    kernel = attention if attention in ("eager", "sdpa") else "sdpa"
+    kernel = attention if attention in ("eager", "sdpa") else _FLASH
     return SplitModel(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel))
 
 

@@ -16,7 +16,7 @@ _CONFIG = "config.json"
 
 
 class NotAtHand(UserError):
-    """The configuration of a model isn't on this machine."""
+    """The configuration of a model isn't on this machine, or can't be counted."""
 
 
 def shapes(uri: str, *, download: bool) -> PreTrainedConfig:
