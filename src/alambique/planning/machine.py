@@ -19,8 +19,7 @@ _HOST_SHARE = 0.12
 # MiB that the driver shows. assumption: the largest product of each name; --memory-gib says otherwise
 _GPU_MIB = {
     "B200": 183_359, "H200 NVL": 143_771, "H200": 143_771, "GH200": 97_871, "H100 NVL": 95_830, "H100 PCIe": 81_559,
-    "H100": 81_559, "A100": 81_920, "A30": 24_576, "A10": 23_028, "L40S": 46_068, "L40": 46_068, "L4": 23_034,
-    "RTX 4090": 24_564, "RTX 3090": 24_576,
+    "H100": 81_559, "A100": 81_920, "A30": 24_576, "L40S": 46_068, "L40": 46_068, "L4": 23_034,
 }  # fmt: skip
 _GEMM = (512, 1536, 2048)  # assumption: about a layer's product at 512 tokens
 _CGROUP = Path("/sys/fs/cgroup/memory.max")

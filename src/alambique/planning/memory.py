@@ -182,6 +182,10 @@ class _Batches:
     top_k: int | None
 
     @property
+    def num_rows(self) -> int:
+        return self.number * self.rows
+
+    @property
     def num_target_tokens(self) -> int:
         return self.number * self.tokens
 

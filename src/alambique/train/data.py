@@ -49,9 +49,14 @@ class StepRows:
     signal: TopKSignal | None
     num_target_tokens: int
 
+    @property
+    def num_rows(self) -> int:
+        """R, of this process."""
+        return len(self.labels_RS)
+
     def micro_batches(self, num_rows: int, device: torch.device) -> Iterator["MicroBatch"]:
         """Cut the step into groups of ``num_rows`` rows (fewer in the last), each moved to ``device`` as it comes."""
-        for start in range(0, len(self.labels_RS), num_rows):
+        for start in range(0, self.num_rows, num_rows):
             yield self._micro_batch(slice(start, start + num_rows), device)
 
     def _micro_batch(self, part: slice, device: torch.device) -> "MicroBatch":

@@ -95,7 +95,7 @@ def _halve(setup: Setup, run: Run) -> None:
 def _accumulate(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
     """One backward pass for each micro-batch; autocast spans them all, so that each weight is cast once a step."""
     losses = torch.zeros(3, device=setup.device)
-    ends = range(0, len(batch.labels_RS), run.micro_batch_rows)
+    ends = range(0, batch.num_rows, run.micro_batch_rows)
     with torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.config.precision == "bf16"):
         for start, micro in zip(ends, batch.micro_batches(run.micro_batch_rows, setup.device), strict=True):
             if setup.stop():
