@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,10 @@ def logs(host: Host, run: str) -> str:
     return "\n".join(line["message"] for line in found)
 
 
+@pytest.mark.skipif(
+    not os.environ.get("ALAMBIQUE_DEPLOY_TEST"),
+    reason="a minute and a half of a real server and worker: runs with ALAMBIQUE_DEPLOY_TEST=1 make test",
+)
 @pytest.mark.slow
 def test_a_laptop_submits_and_a_worker_works(host: Host) -> None:
     """Completed, pushed, fetched by the laptop without running anything; then refused, then cancelled."""
