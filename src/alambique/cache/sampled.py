@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from alambique.cache.head import Head, logits_pieces
+from alambique.cache.head import Head, logits_chunks, pieces
 from alambique.core.errors import UserError
 from alambique.core.files import sha256_json
 from alambique.core.params import Config
@@ -115,14 +115,14 @@ def sampled_entries(
     """
     slots, start = sampling.slots(head.weight_VD.shape[0]), 0
     log_weights_U = sampling.log_weights().to(hidden_ND.device)
-    pieces = []
-    for logits_CV in logits_pieces(hidden_ND, head, logits_mib):
+    parts = []
+    for logits_CV in (piece for chunk in logits_chunks(hidden_ND, head, logits_mib) for piece in pieces(chunk)):
         probabilities_CV = torch.softmax(logits_CV, dim=-1, dtype=torch.float32)
         ids_CU = draw(probabilities_CV, uniforms_NU[start : start + len(logits_CV)])
         ids_CK, counts_CK = (table_CU[:, :slots] for table_CU in merge(ids_CU))
-        pieces.append((ids_CK.int(), log_weights_U[counts_CK], 0.0 * probabilities_CV[:, 0]))
+        parts.append((ids_CK.int(), log_weights_U[counts_CK], 0.0 * probabilities_CV[:, 0]))
         start += len(logits_CV)
-    ids, log_weights, tails = zip(*pieces, strict=True)
+    ids, log_weights, tails = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(log_weights), torch.cat(tails)
 
 
