@@ -37,6 +37,8 @@ RUNGS: dict[str, Rung] = {
     # Of 30 draws from this teacher on this text 12 are different tokens (measured), as many as bucket_12 keeps.
     "sampled_12": Rung({"tail": "sampled"}, {"keep": "sampled", "draws": 30}),
     "sampled_50_draws": Rung({"tail": "sampled"}, {"keep": "sampled", "draws": 50}),
+    "top_50_and_16_draws": Rung({"tail": "sampled"}, {"keep": "top_k_and_draws", "top_k": 50, "draws": 16}),
+    "top_100_and_16_draws": Rung({"tail": "sampled"}, {"keep": "top_k_and_draws", "top_k": TOP_K, "draws": 16}),
     "bucket": Rung({"tail": "bucket"}, {"top_k": TOP_K}),
     "bucket_50": Rung({"tail": "bucket"}, {"top_k": 50}),
     "bucket_12": Rung({"tail": "bucket"}, {"top_k": 12}),

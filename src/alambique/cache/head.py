@@ -109,6 +109,13 @@ def logits_chunks(hidden_ND: Tensor, head: Head, logits_mib: int) -> Iterator[Te
         yield logits_CV
 
 
+def top_ids(logits_CV: Tensor, top_k: int) -> Tensor:
+    """Ids of the largest logits, [C, K] int64; these stay as they are."""
+    if top_k and _in_two_steps(logits_CV, top_k):
+        return _largest_in_two_steps(logits_CV, top_k)[0]
+    return logits_CV.topk(top_k, dim=-1).indices
+
+
 def pieces(logits_CV: Tensor, of_CX: Tensor | None = None) -> tuple[Tensor, ...]:
     """Rows at a time whose logits stay in a CPU's cache as fp32; on another device all rows.
 
