@@ -149,15 +149,9 @@ def _context() -> int:
     return max(1, _number("ALAMBIQUE_CONTEXT_PROCESSES", 1))
 
 
-def _require_shareable(job: Job, processes: Processes) -> None:
-    require_shareable(processes, job.inputs.data.train.seq_len, job.config.rows_per_step)
-    if job.config.compile and processes.size > 1:
-        raise UserError("distill.compile is for one process: unset it, or ALAMBIQUE_TRAIN_PROCESSES.")
-
-
 def _launch(job: Job, processes: Processes) -> None:
     """Train in several processes on this host; memory that ran out in one has them all start again, with less."""
-    _require_shareable(job, processes)
+    require_shareable(processes, job.inputs.data.train.seq_len, job.config.rows_per_step)
     number = processes.size
     found = torch.cuda.device_count()
     if 0 < found < number:
@@ -208,7 +202,7 @@ def _together(pair: str, stop: threading.Event, rank: int) -> int:
 
 def _run(job: Job, stop: threading.Event, processes: Processes) -> None:
     config, inputs, device = job.config, job.inputs, job.device
-    _require_shareable(job, processes)
+    require_shareable(processes, inputs.data.train.seq_len, config.rows_per_step)
     teacher, validate = inputs.teacher_and_validation(config, device, processes)
     student = inputs.load_student(config, device)
     student.check()

@@ -36,12 +36,8 @@ class Context:
 
     def __init__(self, processes: Processes, device: torch.device) -> None:
         self.size, self._index = processes.context, processes.rank % processes.context
+        self._processes, self._device = processes, device
         self._on, self._position_ids_BS = True, torch.empty(0)
-        if self.size > 1:
-            mesh = init_device_mesh(
-                device.type, (processes.size // self.size, self.size), mesh_dim_names=("row", "part")
-            )
-            self._group = mesh["part"].get_group()
 
     @contextlib.contextmanager
     def sharing(self, models: Sequence[SplitModel]) -> Iterator[None]:
@@ -69,8 +65,8 @@ class Context:
         """What is here of a tensor whose second dimension is that of positions."""
         return tensor.chunk(self.size, 1)[self._index]
 
-    def require(self, models: Sequence[SplitModel], micro_batch_rows: int) -> None:
-        """Refuse models that can't be shared out, and prove on a few tokens that the others can.
+    def open(self, models: Sequence[SplitModel], micro_batch_rows: int) -> None:
+        """Find the others; refuse models that can't be shared out, and prove on a few tokens that these can.
 
         Raises:
             UserError: the same in every process.
@@ -79,6 +75,8 @@ class Context:
             return
         for model in models:
             self._require_shareable(model, micro_batch_rows)
+        shape = (self._processes.size // self.size, self.size)
+        self._group = init_device_mesh(self._device.type, shape, mesh_dim_names=("row", "part"))["part"].get_group()
         with self.sharing(models):
             for model in models:
                 self._check(model)
@@ -113,7 +111,7 @@ class Context:
         with self.whole_rows():
             whole_BSD = model.hidden(ids_BS, documents_BS)
         apart = (model.hidden(ids_BS, documents_BS) - self.part(whole_BSD)).abs().max() / whole_BSD.abs().max()
-        worst = Processes(0, self.size).largest(float(apart))
+        worst = self._processes.largest(float(apart))
         if not worst <= ROUNDING[model.head_weight_VD.dtype]:
             raise UserError(
                 f"{type(model.model).__name__} gives hidden states that differ by {worst:.0%} when "
@@ -174,7 +172,7 @@ def require_shareable(processes: Processes, seq_len: int, rows_per_step: int) ->
         )
     if seq_len % context:
         raise UserError(
-            f"ALAMBIQUE_CONTEXT_PROCESSES={context} can't share rows of {seq_len:,} tokens evenly: choose a divisor, or "
+            f"ALAMBIQUE_CONTEXT_PROCESSES={context} can't share rows of {seq_len:,} tokens evenly: choose a divisor or "
             "another prepare.seq_len."
         )
     if rows_per_step < size // context:

@@ -1,7 +1,7 @@
 """What each step trains on: rows in a seeded order, joined to the teacher's signal one step ahead of need.
 
-Dimensions: R rows of a step, B rows of a micro-batch, S positions, P those of a process (fewer where processes share
-rows), N positions that predict something, K entries.
+Dimensions: R rows of a step, B rows of a micro-batch, S positions, N positions that predict something, K entries.
+Where processes share rows, labels, signal and hidden states are those of fewer positions, the process's part.
 """
 
 from collections import deque
@@ -39,21 +39,21 @@ class StepRows:
     """Rows of one optimiser step, on the CPU, in pinned memory when a GPU will ask for them.
 
     ``rows`` and ``num_target_tokens`` are those of the whole step, tensors the part of this process: R rows.
-    ``signal`` has the shape [R, P, K], or is None where a live teacher will give it; ``labels_RP`` holds the next
+    ``signal`` has the shape [R, S, K], or is None where a live teacher will give it; ``labels_RS`` holds the next
     token, or −100 where there is no target.
     """
 
     rows: list[int]
     input_ids_RS: Tensor
     document_ids_RS: Tensor
-    labels_RP: Tensor
+    labels_RS: Tensor
     signal: TopKSignal | None
     num_target_tokens: int
 
     @property
     def num_rows(self) -> int:
         """R, of this process."""
-        return len(self.labels_RP)
+        return len(self.labels_RS)
 
     def micro_batches(self, num_rows: int, device: torch.device) -> Iterator["MicroBatch"]:
         """Cut the step into groups of ``num_rows`` rows (fewer in the last), each moved to ``device`` as it comes."""
@@ -61,7 +61,7 @@ class StepRows:
             yield self._micro_batch(slice(start, start + num_rows), device)
 
     def _micro_batch(self, part: slice, device: torch.device) -> "MicroBatch":
-        labels_N = self.labels_RP[part].flatten()
+        labels_N = self.labels_RS[part].flatten()
         positions_N = (labels_N != _IGNORED).nonzero().squeeze(1)  # on the CPU, so that no device waits for a count
         signal = None if self.signal is None else self.signal[part].to(device).flatten()
         labels_N = labels_N.to(device, non_blocking=True)
@@ -82,7 +82,7 @@ class StepRows:
 class MicroBatch:
     """Rows of one forward and backward pass, on the training device.
 
-    ``positions_N`` indexes the flattened [B·P] positions that predict something; None stands for all of them.
+    ``positions_N`` indexes the flattened [B·S] positions that predict something; None stands for all of them.
     """
 
     input_ids_BS: Tensor
@@ -96,10 +96,10 @@ class MicroBatch:
         """B."""
         return self.input_ids_BS.shape[0]
 
-    def select(self, hidden_BPD: Tensor) -> Tensor:
+    def select(self, hidden_BSD: Tensor) -> Tensor:
         """The hidden states that the loss needs, [N, D]."""
-        hidden_ND = hidden_BPD.flatten(0, 1)
-        return hidden_ND if self.positions_N is None else hidden_ND.index_select(0, self.positions_N)
+        hidden_PD = hidden_BSD.flatten(0, 1)
+        return hidden_PD if self.positions_N is None else hidden_PD.index_select(0, self.positions_N)
 
 
 def read_step(

@@ -67,7 +67,7 @@ def distill(
     models = [student] if live is None else [student, live]
     require_shareable(processes, rows.seq_len, config.rows_per_step)
     context = Context(processes, device)
-    context.require(models, config.micro_batch_rows)
+    context.open(models, config.micro_batch_rows)
     if processes.size > 1:
         student = ShardedStudent(student, config.precision, device)
     model = student.model.train()
@@ -161,7 +161,8 @@ def _train(
         rate = learning_rate(step, num_steps, config)
         grad_norm = clip_gradients(parameters, config.max_grad_norm)
         set_learning_rate(optimiser, rate)
-        optimiser.step()
+        if batch.num_target_tokens:  # else one process has no gradients, but several have zeros, on which momentum acts
+            optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         run.step += 1
         log.add(batch, rate, torch.cat([losses, grad_norm.reshape(1)]), waited)
