@@ -158,6 +158,23 @@ def test_each_process_reads_its_rows_and_counts_the_targets_of_all() -> None:
     assert sum(counted) == whole.num_target_tokens
 
 
+def test_neighbours_read_the_same_rows_and_each_its_part_of_the_targets() -> None:
+    packed = make_rows()
+    teacher: Any = RandomTeacher(packed)
+    rows = [3, 0, 6, 9, 1]
+    pairs = [read_step(rows, packed, teacher, False, rank, 2) for rank in (0, 1)]
+    for rank in range(4):
+        wanted, positions = pairs[rank // 2], slice(8 * (rank % 2), 8 * (rank % 2) + 8)
+        found = read_step(rows, packed, teacher, False, rank, 4, 2)
+        assert torch.equal(found.input_ids_RS, wanted.input_ids_RS)
+        assert torch.equal(found.labels_RS, wanted.labels_RS[:, positions])
+        assert wanted.signal is not None
+        assert found.signal is not None
+        for field in ("ids_NK", "logprobs_NK", "tail_mass_N"):
+            assert torch.equal(getattr(found.signal, field), getattr(wanted.signal, field)[:, positions])
+        assert found.num_target_tokens == wanted.num_target_tokens
+
+
 def test_memory_that_runs_out_in_one_of_several_is_for_all_to_begin_again(tmp_path: Path) -> None:
     student, packed = make_student(), make_rows()
     teacher: Any = RandomTeacher(packed)
