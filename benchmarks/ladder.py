@@ -29,8 +29,8 @@ from benchmarks.ladder_runs import Pair, Plan, Rung, gradient, measure, train, u
 
 ONLINE = ladder_page.ONLINE
 RUNGS: dict[str, Rung] = {
-    ONLINE: Rung(),
-    "ce": Rung({"kd_weight": 0.0, "ce_weight": 1.0}, {"top_k": TOP_K}),  # the loss ignores it
+    ONLINE: Rung({"tail": "bucket"}),
+    "ce": Rung({"kd_weight": 0.0, "ce_weight": 1.0, "tail": "bucket"}, {"top_k": TOP_K}),  # the loss ignores it
     "truncate": Rung({"tail": "truncate"}, {"top_k": TOP_K}),
     "renormalise": Rung({"tail": "renormalise"}, {"top_k": TOP_K}),
     "residual_to_label": Rung({"tail": "residual_to_label"}, {"top_k": TOP_K}),
