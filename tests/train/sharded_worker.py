@@ -32,7 +32,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "odd": {"precision": "fp32", "rows_per_step": 3, "micro_batch_rows": 1, "gradient_checkpointing": True},
     "bf16": {"precision": "bf16"},
     "online": {"precision": "fp32", "method": "online", "validate_every": 2, "keep": "best"},
-}
+    "hidden": {
+        "precision": "fp32", "method": "online", "rows_per_step": 3, "micro_batch_rows": 1, "teacher_size": 40,
+        "hidden": {"map": [[0, 1], [1, 0]], "weight": 3.0},
+    },
+}  # fmt: skip
 
 
 def student_of(name: str) -> SplitModel:

@@ -17,6 +17,7 @@ from alambique.cache.codec import DamageError, find_codec
 from alambique.cache.manifest import REMEDY, Manifest, ShardEntry, load_manifest, rows_sha256
 from alambique.cache.sampled import kept_text
 from alambique.cache.shards import SUFFIX, Shard
+from alambique.cache.states import HiddenStates
 from alambique.core.errors import UserError
 from alambique.core.files import MANIFEST, sha256_file
 from alambique.core.signal import TopKSignal
@@ -81,6 +82,11 @@ class TeacherCache:
                 file = self.path / f"{shard.facts.name}{SUFFIX}"
                 raise UserError(f"row {rows[index]} in {file} is damaged: {error}. {REMEDY}") from error
         return TopKSignal(torch.from_numpy(ids_RSK), torch.from_numpy(logprobs_RSK), torch.from_numpy(tail_mass_RS))
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """Which hidden states of the teacher are kept beside the signal."""
+        return self._manifest.hidden
 
     @property
     def sampled(self) -> bool:

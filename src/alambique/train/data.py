@@ -81,6 +81,7 @@ class StepRows:
 class MicroBatch:
     """Rows of one forward and backward pass, on the training device.
 
+    ``states_NLE`` are the teacher's hidden states, where the cache has them and they are asked for.
     ``positions_N`` indexes the flattened [B·S] positions that predict something; None stands for all of them.
     """
 
@@ -89,6 +90,7 @@ class MicroBatch:
     positions_N: Tensor | None
     labels_N: Tensor
     signal: TopKSignal | None
+    states_NLE: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

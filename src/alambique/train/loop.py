@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alambique.cache.reader import TeacherCache
+from alambique.cache.states import HiddenStates
 from alambique.core.errors import UserError
 from alambique.core.files import require_free_space
 from alambique.core.measure import Stopwatch, device_name, peak_mib
@@ -24,6 +25,7 @@ from alambique.models.load import SplitModel
 from alambique.train import checkpoint
 from alambique.train.config import DistillConfig
 from alambique.train.data import StepRows, prefetch, read_step, rows_of_step
+from alambique.train.hidden import Matching
 from alambique.train.optimiser import adamw, clip_gradients, learning_rate, set_learning_rate
 from alambique.train.peaks import peak_tflop_per_s
 from alambique.train.sharded import ALONE, Processes, ShardedStudent, fitting_rows
@@ -63,6 +65,10 @@ def distill(
     config = config.resolved(device)
     live, cache = (teacher, None) if isinstance(teacher, SplitModel) else (None, teacher)
     _require_consistent(config, live is not None, validate is not None)
+    matching = None
+    if config.hidden is not None:
+        held = cache.states if cache else None
+        matching = Matching(student, config.hidden, _width(live, held), config.seed)
     if processes.size > 1:
         student = ShardedStudent(student, config.precision, device)
     model = student.model.train()
@@ -71,7 +77,9 @@ def distill(
     optimiser = adamw(model.named_parameters(), config)
     run = _start(config, model, optimiser, scratch, processes)
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
-    setup = Setup(student, live, config, loss, vocab_size, device, lambda: processes.any(stop()), validate, processes)
+    setup = Setup(
+        student, live, config, loss, vocab_size, device, lambda: processes.any(stop()), validate, processes, matching
+    )
     num_steps, first_step = config.num_steps(rows.num_rows), run.step
     tokens_per_step = config.rows_per_step * rows.seq_len
 
@@ -90,7 +98,18 @@ def distill(
     shipped = run.step if config.keep == "last" else run.best_step(partial(checkpoint.is_there, scratch))
     if shipped != run.step:
         checkpoint.load_weights(scratch, shipped, model)
+    if matching:
+        matching.remove()
     return _result(run, config, tokens_per_step, device, first_step, shipped, processes)
+
+
+def _width(live: SplitModel | None, held: HiddenStates | None) -> int:
+    """Of the teacher's hidden states."""
+    if live is not None:
+        return int(live.config.hidden_size)
+    if held is None:
+        raise ValueError("the cache has no hidden states to match")
+    return held.size
 
 
 def _require_consistent(config: DistillConfig, live: bool, validating: bool) -> None:
@@ -208,7 +227,10 @@ class _Log:
         self.restart_clock()
 
     def add(self, batch: StepRows, rate: float, values: Tensor, waited_seconds: float) -> None:
-        """Take the measurements of the step just made; ``values`` are loss, kd, ce and gradient norm."""
+        """Take the measurements of the step just made.
+
+        ``values`` are loss, kd, ce, gradient norm, and before the last the distance of hidden states if matched.
+        """
         self._pending.append((batch, rate, values))
         self._run.meters.data_wait_seconds += waited_seconds
         self._run.meters.num_target_tokens += batch.num_target_tokens
@@ -225,10 +247,11 @@ class _Log:
             self._pending, torch.stack([values for *_, values in self._pending]).tolist(), strict=True
         ):
             step = len(self._run.curve) + 1
-            loss, kd, ce, grad_norm = values
+            loss, kd, ce, *distances, grad_norm = values
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise UserError(_not_finite(step, batch.rows, loss, grad_norm))
-            self._run.curve.append(CurvePoint(step, step * self._tokens_per_step, loss, kd, ce, rate, grad_norm))
+            tokens = step * self._tokens_per_step
+            self._run.curve.append(CurvePoint(step, tokens, loss, kd, ce, rate, grad_norm, *distances))
         seconds = self._watch.seconds()
         self._watch.restart()
         self._run.meters.seconds += seconds
@@ -236,7 +259,11 @@ class _Log:
         last = self._run.curve[-1]
         if self._progress is not None:
             self._progress.update(
-                tokens, loss_nats=last.loss_nats, learning_rate=last.learning_rate, tokens_per_s=tokens / seconds
+                tokens,
+                loss_nats=last.loss_nats,
+                **({"hidden_loss": last.hidden_loss} if last.hidden_loss else {}),
+                learning_rate=last.learning_rate,
+                tokens_per_s=tokens / seconds,
             )
         self._pending.clear()
 
