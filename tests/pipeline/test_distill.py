@@ -402,3 +402,15 @@ def test_draws_are_distilled_with_the_sampled_tail(project: Path) -> None:
     teacher.run("big")
     distill.run("half")
     assert f"{ROWS} rows of {SEQ_LEN}, 6 draws (seed 0)" in (OUT / "README.md").read_text()
+
+
+def test_hidden_states_are_matched_to_the_layers_that_a_pruned_student_stands_for(project: Path) -> None:
+    change(method="online", hidden={"weight": 2.0})
+    distill.run("half")
+    assert read_json(OUT / "manifest.json")["config"]["hidden"]["map"] == [[0, 2]]  # layers 1 and 2 are gone
+    distances = read_json(RESULTS)["hidden_loss"]
+    with CURVE.open() as stream:
+        curve = [float(point["hidden_loss"]) for point in csv.DictReader(stream)]
+    assert distances == {"first": curve[0], "last": curve[-1]}
+    assert 0 < curve[-1] < curve[0]
+    assert "- Hidden states: 1 pairs of layers, normalised, weight 2; mean distance" in (OUT / "README.md").read_text()
