@@ -83,6 +83,12 @@ def stored_dtype(path: Path) -> DtypeName:
     return cast(DtypeName, name)
 
 
+def layers_and_size(path: Path) -> tuple[int, int]:
+    """How many layers the model in ``path`` has, and the size of its hidden states."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    return config.num_hidden_layers, config.hidden_size
+
+
 def load_model(
     path: Path,
     *,

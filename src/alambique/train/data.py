@@ -1,10 +1,11 @@
 """What each step trains on: rows in a seeded order, joined to the teacher's signal one step ahead of need.
 
-Dimensions: R rows of a step, B rows of a micro-batch, S positions, N positions that predict something, K entries.
+Dimensions: R rows of a step, B rows of a micro-batch, S positions, N positions that predict something, K entries,
+L layers, E size of a hidden state.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class StepRows:
 
     ``rows`` and ``num_target_tokens`` are those of the whole step, tensors the part of this process: R rows.
     ``signal`` has the shape [R, S, K], or is None where a live teacher will give it; ``labels_RS`` holds the next
-    token, or −100 where there is no target.
+    token, or −100 where there is no target. ``states_RSLE`` are the teacher's hidden states that are asked for.
     """
 
     rows: list[int]
@@ -48,6 +49,7 @@ class StepRows:
     labels_RS: Tensor
     signal: TopKSignal | None
     num_target_tokens: int
+    states_RSLE: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -63,17 +65,22 @@ class StepRows:
         labels_N = self.labels_RS[part].flatten()
         positions_N = (labels_N != _IGNORED).nonzero().squeeze(1)  # on the CPU, so that no device waits for a count
         signal = None if self.signal is None else self.signal[part].to(device).flatten()
+        states = (
+            None if self.states_RSLE is None else self.states_RSLE[part].to(device, non_blocking=True).flatten(0, 1)
+        )
         labels_N = labels_N.to(device, non_blocking=True)
         everywhere = len(positions_N) == len(labels_N)
         if not everywhere:
             positions_N = positions_N.to(device, non_blocking=True)
             labels_N, signal = labels_N[positions_N], None if signal is None else signal[positions_N]
+            states = None if states is None else states[positions_N]
         return MicroBatch(
             self.input_ids_RS[part].to(device, non_blocking=True),
             self.document_ids_RS[part].to(device, non_blocking=True),
             None if everywhere else positions_N,
             labels_N,
             signal,
+            states,
         )
 
 
@@ -104,12 +111,18 @@ class MicroBatch:
 
 
 def read_step(
-    rows: list[int], packed: PackedRows, cache: TeacherCache | None, pin: bool, rank: int = 0, size: int = 1
+    rows: list[int],
+    packed: PackedRows,
+    cache: TeacherCache | None,
+    pin: bool,
+    rank: int = 0,
+    size: int = 1,
+    layers: Sequence[int] = (),
 ) -> StepRows:
     """Join rows of prepared data to their cached signal; numpy only, because torch would wake a second thread pool.
 
     Process ``rank`` of ``size`` reads every ``size``-th of the step's ``rows``. All get the same number: where it
-    doesn't divide, the last ones get one more without a target.
+    doesn't divide, the last ones get one more without a target. Of ``layers`` it reads the teacher's hidden states.
     """
     mine = rows[rank::size]
     here = mine + rows[: -(-len(rows) // size) - len(mine)]
@@ -129,6 +142,7 @@ def read_step(
         _kept(torch.from_numpy(labels_RS), pin),
         signal,
         int(packed.loss_mask_RS.numpy()[rows].sum()),
+        _kept(cache.read_states(here, layers), pin) if cache is not None and layers else None,
     )
 
 

@@ -81,11 +81,11 @@ def distill(
         student, live, config, loss, vocab_size, device, lambda: processes.any(stop()), validate, processes, matching
     )
     num_steps, first_step = config.num_steps(rows.num_rows), run.step
-    tokens_per_step = config.rows_per_step * rows.seq_len
+    tokens_per_step, layers = config.rows_per_step * rows.seq_len, matching.teacher_layers if matching else ()
 
     def read(step: int) -> StepRows:
         numbers = rows_of_step(step, config.rows_per_step, rows.num_rows, config.seed)
-        return read_step(numbers, rows, cache, device.type == "cuda", processes.rank, processes.size)
+        return read_step(numbers, rows, cache, device.type == "cuda", processes.rank, processes.size, layers)
 
     done, total = first_step * tokens_per_step, num_steps * tokens_per_step
     with (
