@@ -352,12 +352,13 @@ class Inputs:
     def lineage(self) -> dict[str, str]:
         """Where the result comes from: sources by URI, folders by the hash of their manifest, code by its hash."""
         prepared, captured, student = (sha256_file(path) for path in self.manifests)
-        identity = self.cache.manifest["identity"]
+        identity, states = self.cache.manifest["identity"], self.cache.states
+        kept = self.cache.kept + (f", hidden states {states.text()}" if states else "")
         return {
             "teacher": sources_text({"sources": [{"uri": identity["teacher"], "sha256": identity["teacher_sha256"]}]}),
             "student before training": sources_text(self.student_manifest),
             "corpus": sources_text(self.data.manifest),
-            "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, {self.cache.kept}",
+            "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, {kept}",
             "prepared data (sha256 of manifest)": prepared,
             "teacher's cache (sha256 of manifest)": captured,
             "student (sha256 of manifest)": student,

@@ -12,6 +12,7 @@ from alambique.cache.config import CaptureConfig
 from alambique.cache.reader import TeacherCache
 from alambique.cache.states import HiddenStates
 from alambique.cache.store import plan_blocks
+from alambique.cli import main
 from alambique.core.errors import UserError
 
 LAYERS = (2, 5)
@@ -30,11 +31,14 @@ def made(tmp_path_factory: pytest.TempPathFactory, fake_teacher: ModuleType) -> 
     return folder
 
 
-def test_the_states_of_captured_positions_come_back_in_bfloat16(made: Path, fake_teacher: ModuleType) -> None:
+def test_the_states_of_captured_positions_come_back_in_bfloat16(
+    made: Path, fake_teacher: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache, rows, teacher = TeacherCache.open(made / "out"), fake_teacher.make_rows(), fake_teacher.FakeTeacher()
     cache.verify()
     assert cache.states == HiddenStates(layers=LAYERS, size=16)
-    assert cache.kept == "top 8 with the hidden states after layers 2, 5"
+    main(["cache", "info", str(made / "out")])
+    assert "hidden states      after layers 2, 5\n" in capsys.readouterr().out
     hidden_RSE = teacher.hidden(rows.input_ids_RS, rows.document_ids_RS)
     wanted = torch.stack([layer * hidden_RSE for layer in LAYERS], dim=2) * rows.loss_mask_RS[..., None, None]
     assert torch.equal(cache.read_states(range(14), LAYERS), wanted.bfloat16())

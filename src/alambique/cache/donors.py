@@ -109,7 +109,8 @@ class Donors:
 
 
 def _text(kept: Kept | Receipt) -> str:
-    return kept_text(kept.top_k, kept.top_p, kept.sampling) + (kept.hidden.text() if kept.hidden else "")
+    states = f" with the hidden states {kept.hidden.text()}" if kept.hidden else ""
+    return kept_text(kept.top_k, kept.top_p, kept.sampling) + states
 
 
 def cut(arrays: Arrays, top_k: int, top_p: float) -> Arrays:

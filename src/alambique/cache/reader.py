@@ -122,8 +122,7 @@ class TeacherCache:
     @property
     def kept(self) -> str:
         """What is kept at each position, in words."""
-        hidden = self._manifest.hidden
-        return kept_text(self.top_k, self._manifest.top_p, self._manifest.sampling) + (hidden.text() if hidden else "")
+        return kept_text(self.top_k, self._manifest.top_p, self._manifest.sampling)
 
     @cached_property
     def row_hashes(self) -> list[str]:

@@ -38,8 +38,8 @@ class HiddenStates(Config):
         return _BYTES * len(self.layers) * self.size
 
     def text(self) -> str:
-        """For people, after what else is kept."""
-        return f" with the hidden states after layers {', '.join(map(str, self.layers))}"
+        """For people."""
+        return f"after layers {', '.join(map(str, self.layers))}"
 
 
 def to_bits(states: Tensor) -> NDArray[np.uint16]:

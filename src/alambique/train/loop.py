@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alambique.cache.reader import TeacherCache
-from alambique.cache.states import HiddenStates
 from alambique.core.errors import UserError
 from alambique.core.files import require_free_space
 from alambique.core.measure import Stopwatch, device_name, peak_mib
@@ -65,10 +64,7 @@ def distill(
     config = config.resolved(device)
     live, cache = (teacher, None) if isinstance(teacher, SplitModel) else (None, teacher)
     _require_consistent(config, live is not None, validate is not None)
-    matching = None
-    if config.hidden is not None:
-        held = cache.states if cache else None
-        matching = Matching(student, config.hidden, _width(live, held), config.seed)
+    matching = _matching(student, config, live, cache)
     if processes.size > 1:
         student = ShardedStudent(student, config.precision, device)
     model = student.model.train()
@@ -103,13 +99,16 @@ def distill(
     return _result(run, config, tokens_per_step, device, first_step, shipped, processes)
 
 
-def _width(live: SplitModel | None, held: HiddenStates | None) -> int:
-    """Of the teacher's hidden states."""
-    if live is not None:
-        return int(live.config.hidden_size)
-    if held is None:
-        raise ValueError("the cache has no hidden states to match")
-    return held.size
+def _matching(
+    student: SplitModel, config: DistillConfig, live: SplitModel | None, cache: TeacherCache | None
+) -> Matching | None:
+    if config.hidden is None:
+        return None
+    states = cache.states if cache else None
+    size = live.config.hidden_size if live else states.size if states else None
+    if size is None:
+        raise ValueError("distill.hidden needs a cache with hidden states, or a live teacher")
+    return Matching(student, config.hidden, size, config.seed)
 
 
 def _require_consistent(config: DistillConfig, live: bool, validating: bool) -> None:
