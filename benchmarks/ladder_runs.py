@@ -132,7 +132,12 @@ class Pair:
         settings = [rung for rung in rungs.values() if rung.capture is not None]
         for rung in sorted({rung.cache: rung for rung in settings}.values(), key=_kept_entries, reverse=True):
             config = CaptureConfig.model_validate(
-                {**found.capture.model_dump(), "keep": "top_k", "dtype": plan.dtype_on(options.device), **rung.capture}
+                {
+                    **found.capture.model_dump(),
+                    "keep": "top_k",
+                    "dtype": plan.dtype_on(options.device),
+                    **(rung.capture or {}),
+                }
             )
             out, store = folder / "caches" / rung.cache, folder / "blocks"
             capture(data.train, lambda: teacher, out, store, {}, config, vocab_size, options.device)

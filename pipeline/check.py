@@ -18,6 +18,7 @@ from alambique.evaluate import BenchmarkConfig, check_benchmarks
 from alambique.plan import require_fit
 from alambique.planning.machine import machine
 from alambique.train.config import DistillConfig
+from alambique.train.hidden import require_held
 from pipeline.job import job_main
 
 SKIP = "ALAMBIQUE_SKIP_FIT"
@@ -89,6 +90,8 @@ def _check_tail(params: Params, pair: str, teacher: str) -> None:
     if config.method != "online":  # which reads no cache
         capture = params.section(CaptureConfig, "teacher", f"teachers.{teacher}.capture")
         require_tail(capture.sampling is not None, config.loss.tail, f"{params.source}: pairs.{pair}")
+        if config.hidden is not None:
+            require_held(config.hidden, capture.hidden_layers, f"{params.source}: teachers.{teacher}")
 
 
 def _every_job(teachers: list[str], pairs: list[str], benchmarks: list[str]) -> list[tuple[str, ...]]:

@@ -6,9 +6,7 @@ else.
 """
 
 import contextlib
-import csv
 import dataclasses
-import io
 import math
 import os
 import re
@@ -38,7 +36,6 @@ from alambique.core.files import (
 from alambique.core.measure import default_device, device_name, versions
 from alambique.core.params import Config, Params, validate
 from alambique.core.places import work_dir
-from alambique.core.sources import parse
 from alambique.data.dataset import PreparedData
 from alambique.models.fetch import fetch_model
 from alambique.models.load import SplitModel, load_model, load_tokenizer, tokenizer_sha256
@@ -46,7 +43,8 @@ from alambique.models.ranks import Group, launch, local_rank
 from alambique.train.checkpoint import weights
 from alambique.train.config import DistillConfig
 from alambique.train.context import require_shareable
-from alambique.train.export import export_model, model_card
+from alambique.train.export import export_model, hub_repositories, model_card, sources_text
+from alambique.train.hidden import HiddenConfig
 from alambique.train.loop import distill
 from alambique.train.sharded import (
     Processes,
@@ -56,7 +54,7 @@ from alambique.train.sharded import (
     fitting_rows,
     note_fitting_rows,
 )
-from alambique.train.state import CurvePoint, DistillResult, Interrupted
+from alambique.train.state import DistillResult, Interrupted
 from alambique.train.validation import Validate, validator
 from pipeline.job import EXIT_USER_ERROR, code_of, fingerprint, job_main, leave
 
@@ -125,6 +123,7 @@ class Job:
         if rank is not None and device.type == "cuda":
             device = torch.device("cuda", rank)
         config = resolved.distill.resolved(device)
+        config = config.model_copy(update={"hidden": inputs.matched(config)})
         resolved = resolved.model_copy(update={"distill": config})  # no run goes on in another precision
         if config.method != "online":  # which reads no cache
             require_tail(inputs.cache.sampled, config.loss.tail, str(inputs.cache.path))
@@ -277,6 +276,22 @@ class Inputs:
         manifests = tuple(folder / MANIFEST for folder in (prepared, captured, student))
         return cls(data, cache, student, manifest, manifests)
 
+    def matched(self, config: DistillConfig) -> HiddenConfig | None:
+        """``distill.hidden`` with the pairs that it means for this student.
+
+        Raises:
+            UserError: layers that aren't there, or a cache without their states.
+        """
+        if config.hidden is None:
+            return None
+        student = self.student_manifest
+        return config.hidden.with_pairs(
+            (student["layers"], student["teacher_sizes"]["layers"]),
+            student["layers_kept"],
+            None if config.method == "online" else self.cache.states.layers if self.cache.states else (),
+            str(self.cache.path),
+        )
+
     @property
     def vocab_size(self) -> int:
         """Ids that mean the same token to teacher and student; the student stage compared them by content."""
@@ -327,40 +342,26 @@ class Inputs:
     def hub_header(self) -> dict[str, list[str]]:
         """What a model card's header names of the Hub: the model that was trained, and the texts."""
         header = {
-            "base_model": _hub_repositories(self.student_manifest, ""),
-            "datasets": _hub_repositories(self.data.manifest, "datasets/"),
+            "base_model": hub_repositories(self.student_manifest, ""),
+            "datasets": hub_repositories(self.data.manifest, "datasets/"),
         }
         return {key: names for key, names in header.items() if names}
 
     def lineage(self) -> dict[str, str]:
         """Where the result comes from: sources by URI, folders by the hash of their manifest, code by its hash."""
         prepared, captured, student = (sha256_file(path) for path in self.manifests)
-        identity = self.cache.manifest["identity"]
+        identity, states = self.cache.manifest["identity"], self.cache.states
+        kept = self.cache.kept + (f", hidden states {states.text()}" if states else "")
         return {
-            "teacher": _sources({"sources": [{"uri": identity["teacher"], "sha256": identity["teacher_sha256"]}]}),
-            "student before training": _sources(self.student_manifest),
-            "corpus": _sources(self.data.manifest),
-            "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, {self.cache.kept}",
+            "teacher": sources_text({"sources": [{"uri": identity["teacher"], "sha256": identity["teacher_sha256"]}]}),
+            "student before training": sources_text(self.student_manifest),
+            "corpus": sources_text(self.data.manifest),
+            "teacher's cache": f"{self.cache.num_rows:,} rows of {self.cache.seq_len}, {kept}",
             "prepared data (sha256 of manifest)": prepared,
             "teacher's cache (sha256 of manifest)": captured,
             "student (sha256 of manifest)": student,
             "code (sha256)": sha256_json({str(path): sha256_file(path) for path in code_of("distill")}),
         }
-
-
-def _hub_repositories(manifest: dict[str, Any], prefix: str) -> list[str]:
-    places = [
-        source.place for source in (parse(found["uri"]) for found in manifest["sources"]) if source.scheme == "hf"
-    ]
-    return [place.removeprefix(prefix) for place in places if place.startswith(prefix)]
-
-
-def _sources(manifest: dict[str, Any]) -> str:
-    """Sources by URI, with the hash where the URI doesn't pin it already."""
-    return ", ".join(
-        f"`{uri}`" if digest in uri else f"`{uri}` (sha256 {digest})"
-        for uri, digest in ((source["uri"], source["sha256"]) for source in manifest["sources"])
-    )
 
 
 @contextlib.contextmanager
@@ -376,19 +377,8 @@ def _stop_on_sigterm() -> Iterator[threading.Event]:
 
 def _write_results(pair: str, result: DistillResult, device: str) -> None:
     """The numbers of the run as JSON, and its curve as CSV, in which nothing depends on the clock."""
-    measured = dataclasses.asdict(result)
-    del measured["curve"]
-    by_step = {str(found.pop("step")): found for found in measured.pop("validations")}  # DVC's metrics know no lists
-    if by_step:
-        measured["validation"] = by_step
-    first, last = result.curve[0], result.curve[-1]
-    losses = {"loss_nats": {"first": first.loss_nats, "last": last.loss_nats}}
-    write_json(Path(f"results/distill/{pair}.json"), {**measured, **losses, "device": device})
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow([field.name for field in dataclasses.fields(CurvePoint)])
-    table.writerows(dataclasses.astuple(point) for point in result.curve)
-    write_bytes(Path(f"results/distill/{pair}_curve.csv"), text.getvalue().encode())
+    write_json(Path(f"results/distill/{pair}.json"), {**result.measured(), "device": device})
+    write_bytes(Path(f"results/distill/{pair}_curve.csv"), result.curve_csv().encode())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from alambique.core.params import Config, Params, validate
 from alambique.core.places import work_dir
 from alambique.data.dataset import PreparedData
 from alambique.models.fetch import ModelSource, fetch_model
-from alambique.models.load import SplitModel, load_model
+from alambique.models.load import SplitModel, layers_and_size, load_model
 from alambique.models.ranks import Ranks, launch, local_rank
 from pipeline.job import code_of, job_main, leave
 
@@ -84,12 +84,13 @@ def _score(
     load: Callable[[], Teacher],
 ) -> None:
     signal_of, vocab_size = identity(source, data, config), data.manifest["vocab_size"]
+    states = config.states(*layers_and_size(source.path)) if config.hidden_layers else None
     store = store_of(signal_of)
     if part is not None:
-        fill(data.train, load, store, signal_of, config, vocab_size, device, part)
+        fill(data.train, load, store, signal_of, config, vocab_size, device, part, states)
         return
     out = Path("artifacts/teacher") / teacher
-    result = capture(data.train, load, out, store, signal_of, config, vocab_size, device)
+    result = capture(data.train, load, out, store, signal_of, config, vocab_size, device, states)
     write_json(Path("results/teacher") / f"{teacher}.json", summary(result, device, config))
 
 

@@ -107,6 +107,7 @@ def _info(options: argparse.Namespace) -> None:
         "rows": f"{cache.num_rows:,} of {cache.seq_len:,} positions",
         "tokens": f"{manifest['num_tokens']:,} captured",
         "kept": f"{cache.kept} of {cache.vocab_size:,} tokens",
+        **({"hidden states": cache.states.text()} if cache.states else {}),
         "codec": f"{manifest['codec']} ({'lossless' if manifest['lossless'] else f'lossy, KL {codec_kl:.1e} nats'})",
         "size": f"{size / 2**20:,.1f} MiB in {len(manifest['files'])} shards",
         "bytes per token": f"{manifest['bytes_per_token']:.1f}",

@@ -4,9 +4,11 @@ python fake_teacher.py OUT STORE SECONDS_PER_BATCH
 python fake_teacher.py MEETING STORE SECONDS_PER_BATCH I/N PROCESSES: a part, once so many have come to MEETING
 """
 
+import contextlib
 import hashlib
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +20,14 @@ from alambique.cache.config import CaptureConfig
 from alambique.cache.fill import fill, parse_part
 
 VOCAB, PADDED, HIDDEN, SEQ_LEN = 300, 320, 16, 24
+LAYERS = 6
 IDENTITY = {"uri": "file:fake", "sha256": "0" * 64, "tokenizer_sha256": "1" * 64}
 # 4 rows per block: the codec reckons with 24 · 8 · 2.7 bytes per row.
 CONFIG = CaptureConfig(top_k=8, dtype="float32", batch_tokens=48, shard_mib=4 * 24 * 8 * 2.7 / 2**20 + 1e-9)
 
 
 class FakeTeacher:
-    """Hidden states that depend on a token and the one before it in its document."""
+    """Hidden states that depend on a token and the one before it in its document; after layer n, n times those."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, seconds: float = 0.0, largest_batch: int = 1 << 30) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -35,6 +38,7 @@ class FakeTeacher:
         self.logit_scale = 1.0
         self.seconds, self.largest_batch = seconds, largest_batch
         self.rows_seen: list[int] = []
+        self._recorded: dict[int, Tensor] = {}
 
     def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
         if len(input_ids_BS) > self.largest_batch:
@@ -44,7 +48,15 @@ class FakeTeacher:
         embedded_BSD = self._embedding_VD[input_ids_BS]
         same_BS = torch.zeros_like(document_ids_BS, dtype=torch.bool)
         same_BS[:, 1:] = document_ids_BS[:, 1:] == document_ids_BS[:, :-1]
-        return embedded_BSD + 0.5 * embedded_BSD.roll(1, dims=1) * same_BS[..., None]
+        hidden_BSD = embedded_BSD + 0.5 * embedded_BSD.roll(1, dims=1) * same_BS[..., None]
+        self._recorded.update((layer, layer * hidden_BSD) for layer in self._recorded)
+        return hidden_BSD
+
+    @contextlib.contextmanager
+    def recording(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        self._recorded = dict.fromkeys(layers, torch.empty(0))
+        yield self._recorded
+        self._recorded = {}
 
 
 @dataclass
@@ -79,8 +91,8 @@ def run(
 ) -> CaptureResult:
     """Capture with the defaults of the tests; ``settings`` change the configuration."""
     config = CaptureConfig.model_validate({**CONFIG.model_dump(), **settings})
-    teacher, rows = teacher or FakeTeacher(), rows or make_rows()
-    return capture(rows, lambda: teacher, out, store, IDENTITY, config, VOCAB, torch.device("cpu"))
+    teacher, rows, states = teacher or FakeTeacher(), rows or make_rows(), config.states(LAYERS, HIDDEN)
+    return capture(rows, lambda: teacher, out, store, IDENTITY, config, VOCAB, torch.device("cpu"), states)
 
 
 def run_part(store: Path, teacher: FakeTeacher, part: str) -> None:

@@ -28,7 +28,9 @@ def lead(ranks: Ranks) -> None:
         for rows in (2, 1):  # batches of different size
             ids_BS = torch.arange(rows * 12, dtype=torch.int32).reshape(rows, 12) + 5
             documents_BS = (torch.arange(12) >= 5).int().repeat(rows, 1)
-            hidden_BSD = teacher.hidden(ids_BS, documents_BS)
+            with teacher.recording([0]) as states:
+                hidden_BSD = teacher.hidden(ids_BS, documents_BS)
+            found[f"state_{rows}"] = states[0]
             found[f"logits_{rows}"] = hidden_BSD @ teacher.head_weight_VD.T
     save_file(found, sys.argv[2])
     if sys.argv[3] == "refuse":

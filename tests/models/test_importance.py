@@ -136,5 +136,5 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UserError, match=r"hold no token: raise `student\.measure\.rows`"):
         measure_importance(model, IDS_RS, torch.full_like(DOCUMENTS_RS, -1))
     model.config.num_hidden_layers = 7
-    with pytest.raises(UserError, match="LlamaForCausalLM has no list of 7 layers that could be measured"):
+    with pytest.raises(UserError, match="LlamaForCausalLM has no list of 7 layers whose hidden states could be seen"):
         measure_importance(model, IDS_RS, DOCUMENTS_RS)

@@ -42,8 +42,9 @@ def test_two_processes_give_the_logits_of_one_and_a_refusal_ends_both(model: Pat
     for rows in (2, 1):
         ids_BS = torch.arange(rows * 12).reshape(rows, 12) + 5
         documents_BS = (torch.arange(12) >= 5).int().repeat(rows, 1)
-        with torch.no_grad():
+        with torch.no_grad(), whole.recording([0]) as states:
             expected = whole.logits(whole.hidden(ids_BS, documents_BS))
+        torch.testing.assert_close(found[f"state_{rows}"], states[0], rtol=1e-5, atol=1e-5)
         assert torch.equal(found[f"logits_{rows}"].argmax(-1), expected.argmax(-1))
         torch.testing.assert_close(found[f"logits_{rows}"], expected, rtol=1e-5, atol=1e-5)
 

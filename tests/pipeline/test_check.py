@@ -66,3 +66,17 @@ def test_a_loss_that_would_misread_its_cache(
     with pytest.raises(UserError) as caught:
         check(tmp_path, teacher, distill)
     assert str(caught.value) == f"{tmp_path / 'params.yaml'}: pairs.smollm2_24l: {message}"
+
+
+def test_hidden_states_that_no_cache_will_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    hidden = {"hidden": {"map": [[3, 4], [7, 9]]}}
+    check(tmp_path, {"hidden_layers": [4, 9]}, hidden)
+    check(tmp_path, {}, {"method": "online", **hidden})
+    with pytest.raises(UserError) as caught:
+        check(tmp_path, {"hidden_layers": [4]}, hidden)
+    assert str(caught.value) == (
+        f"{tmp_path / 'params.yaml'}: teachers.smollm2_135m holds no hidden states after layers 9, which "
+        "distill.hidden asks for: set teacher.hidden_layers to [4, 9] (the teacher then reads the rows again), or "
+        "distill.method to online."
+    )

@@ -412,3 +412,41 @@ def test_draws_are_distilled_with_the_sampled_tail(project: Path) -> None:
     teacher.run("big")
     distill.run("half")
     assert f"{ROWS} rows of {SEQ_LEN}, 6 draws (seed 0)" in (OUT / "README.md").read_text()
+
+
+def test_hidden_states_are_matched_to_the_layers_that_a_pruned_student_stands_for(project: Path) -> None:
+    change(method="online", hidden={"weight": 2.0})
+    distill.run("half")
+    assert read_json(OUT / "manifest.json")["config"]["hidden"]["map"] == [[0, 2]]  # layers 1 and 2 are gone
+    distances = read_json(RESULTS)["hidden_loss"]
+    with CURVE.open() as stream:
+        curve = [float(point["hidden_loss"]) for point in csv.DictReader(stream)]
+    assert distances == {"first": curve[0], "last": curve[-1]}
+    assert 0 < curve[-1] < curve[0]
+    assert "- Hidden states: 1 pairs of layers, normalised, weight 2; mean distance" in (OUT / "README.md").read_text()
+
+
+def test_a_cache_with_hidden_states_gives_the_distance_of_the_live_teacher(project: Path) -> None:
+    change(hidden={"map": [[0, 2]]})
+    with pytest.raises(UserError) as error:
+        distill.run("half")
+    assert str(error.value) == (
+        "artifacts/teacher/big holds no hidden states after layers 2, which distill.hidden asks for: set "
+        "teacher.hidden_layers to [2] (the teacher then reads the rows again), or distill.method to online."
+    )
+    changed = YAML(typ="safe").load(Path("params.yaml").read_text())
+    changed["teacher"]["hidden_layers"] = [0, 2]
+    YAML().dump(changed, Path("params.yaml"))
+    teacher.run("big")
+    found = {}
+    for method in ("fused", "online"):
+        changed["pairs"]["half"]["distill"]["method"] = method
+        YAML().dump(changed, Path("params.yaml"))
+        distill.run("half")
+        found[method] = read_json(RESULTS)["hidden_loss"]
+    assert found["fused"]["first"] == pytest.approx(found["online"]["first"], rel=1e-5)
+    assert found["fused"]["last"] == pytest.approx(found["online"]["last"], rel=0.02)  # top 12 is another signal
+    changed["teacher"]["hidden_layers"] = [0, 4]
+    YAML().dump(changed, Path("params.yaml"))
+    with pytest.raises(UserError, match=r"teacher.hidden_layers names layer 4, but the teacher's layers are 0 to 3\."):
+        teacher.run("big")

@@ -68,6 +68,21 @@ def test_the_formula_gives_what_was_measured(
     assert size.bytes_per_token == pytest.approx(measured, rel=0.05)
 
 
+def test_hidden_states_are_counted(fake_teacher: ModuleType, tmp_path: Path) -> None:
+    rows, model = (
+        fake_teacher.make_rows(60),
+        LlamaConfig(vocab_size=300, hidden_size=16, num_hidden_layers=6, num_attention_heads=4),
+    )
+    fake_teacher.run(tmp_path / "there", tmp_path / "store", rows=rows)
+    config = CaptureConfig.model_validate({**fake_teacher.CONFIG.model_dump(), "hidden_layers": (1, 4), "shard_mib": 1})
+    size = predict(model, config, "float32", fake_teacher.SEQ_LEN, 60, tmp_path / "there")
+    made = fake_teacher.run(tmp_path / "new", tmp_path / "other", rows=rows, hidden_layers=(1, 4), shard_mib=1)
+    assert size.source == "sample"
+    assert size.bytes_per_token == pytest.approx(made.bytes_per_token, rel=0.05)
+    wide = CaptureConfig.model_validate({"hidden_layers": (1, 4)})
+    assert by_formula(MODEL, wide, "float32", 256, 96).bytes_per_token == pytest.approx(226 + 2 * 2 * 4096, rel=0.05)
+
+
 def test_a_cut_to_a_mass_is_bounded() -> None:
     config = CaptureConfig.model_validate({"codec": "top_p", "top_p": 0.9})
     size = by_formula(MODEL, config, "bfloat16", 256, 96)

@@ -43,6 +43,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "precision": "fp32", "rows_per_step": 3, "context": 2, "method": "online", "gradient_checkpointing": True,
         "validate_every": 3, "keep": "best",
     },
+    "hidden": {
+        "precision": "fp32", "method": "online", "rows_per_step": 3, "micro_batch_rows": 1, "teacher_size": 40,
+        "hidden": {"map": [[0, 1], [1, 0]], "weight": 3.0},
+    },
 }  # fmt: skip
 COMPILED = {"precision": "fp32", "rows_per_step": 12, "micro_batch_rows": 3}
 

@@ -62,6 +62,27 @@ def test_micro_batches_hold_the_targets_of_the_step_in_order(micro_batch_rows: i
     assert torch.equal(torch.cat([part.signal.tail_mass_N for part in parts]), step.signal.tail_mass_N[mask])
 
 
+class Watched(RandomTeacher):
+    """Whose hidden states after layer n are n times the position, in three dimensions."""
+
+    def read_states(self, rows: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+        position_S = torch.arange(self.signal.ids_NK.shape[1]).reshape(1, -1, 1, 1)
+        return (position_S * torch.tensor(layers).reshape(1, 1, -1, 1)).expand(len(rows), -1, -1, 3).bfloat16()
+
+
+@pytest.mark.parametrize("micro_batch_rows", [1, 2, 5])
+def test_hidden_states_go_with_their_positions(micro_batch_rows: int) -> None:
+    packed, rows = make_rows(), [5, 0, 7, 2, 11]
+    teacher: Any = Watched(packed)
+    step = read_step(rows, packed, teacher, pin=False, layers=(2, 4))
+    found = [part.states_NLE for part in step.micro_batches(micro_batch_rows, CPU)]
+    mask = packed.loss_mask_RS[torch.tensor(rows)]
+    assert torch.equal(torch.cat(found), teacher.read_states(rows, (2, 4))[mask])
+    assert [part.states_NLE for part in read(rows).micro_batches(5, CPU)] == [None]
+    part = read_step(rows, packed, teacher, False, 1, 2, layers=(2,))
+    assert part.states_RSLE.shape == (3, packed.seq_len, 1, 3)
+
+
 def test_rows_for_a_live_teacher_carry_no_signal() -> None:
     step = read_step([5, 0], make_rows(), None, pin=False)
     assert [part.signal for part in step.micro_batches(1, CPU)] == [None, None]

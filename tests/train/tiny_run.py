@@ -27,7 +27,7 @@ PROCESSES = ALONE  # those that ``train`` trains with
 def make_student(tied: bool = True, seed: int = 1, **changes: Any) -> SplitModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        **{"vocab_size": PADDED_VOCAB, **changes}, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        **{"vocab_size": PADDED_VOCAB, "hidden_size": 32, **changes}, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
         initializer_range=0.2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
@@ -60,9 +60,9 @@ class RandomTeacher:
         return self.signal[torch.tensor(rows)]
 
 
-def make_live_teacher() -> SplitModel:
+def make_live_teacher(size: int = 32) -> SplitModel:
     """A model of its own, in bf16 and with more padded rows than the student."""
-    teacher = make_student(tied=False, seed=4, vocab_size=PADDED_VOCAB + 4)
+    teacher = make_student(tied=False, seed=4, vocab_size=PADDED_VOCAB + 4, hidden_size=size)
     teacher.model.eval().requires_grad_(False).to(torch.bfloat16)
     return teacher
 
@@ -83,7 +83,8 @@ def step_rows(step: int) -> list[int]:
 def train(scratch: Path, student: SplitModel | None = None, **changes: Any) -> tuple[SplitModel, DistillResult]:
     student, rows = student or make_student(), changes.pop("rows", None) or make_rows()
     hooks = {"stop": changes.pop("stop", lambda: False), "validate": changes.pop("validate", None)}
-    teacher: Any = make_live_teacher() if changes.get("method") == "online" else RandomTeacher(rows)
+    size = changes.pop("teacher_size", 32)
+    teacher: Any = make_live_teacher(size) if changes.get("method") == "online" else RandomTeacher(rows)
     result = distill(
         student, rows, teacher, make_config(**changes), vocab_size=VOCAB, scratch=scratch, device=CPU,
         processes=PROCESSES, **hooks,

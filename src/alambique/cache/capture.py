@@ -25,6 +25,7 @@ from alambique.cache.manifest import rows_sha256, tail_mass_statistics
 from alambique.cache.sampled import Sampler
 from alambique.cache.score import Rows, Scorer, Teacher
 from alambique.cache.shards import FORMAT, VERSION, Block, Shard
+from alambique.cache.states import HiddenStates
 from alambique.cache.store import Kept, Receipt, Store, plan_blocks
 from alambique.core.errors import UserError
 from alambique.core.files import (
@@ -71,6 +72,7 @@ def capture(
     config: CaptureConfig,
     vocab_size: int,
     device: torch.device,
+    states: HiddenStates | None = None,
 ) -> CaptureResult:
     """Capture ``rows`` into the folder ``out``, reusing what ``store`` already holds.
 
@@ -87,11 +89,12 @@ def capture(
         config: what is kept and how.
         vocab_size: real entries of the vocabulary; the head's rows beyond it are padding and are cut off.
         device: where the teacher is.
+        states: what ``config.hidden_layers`` is of this teacher.
 
     Raises:
         UserError: a setting that can't work, too little disk space, or a teacher that produces NaN.
     """
-    job = CaptureJob(rows, load_teacher, Store(store), identity, config, vocab_size, device)
+    job = CaptureJob(rows, load_teacher, Store(store), identity, config, vocab_size, device, states)
     job.plan()
     job.require_space(out)
     written = job.run()
@@ -135,6 +138,7 @@ class CaptureJob:
         config: CaptureConfig,
         vocab_size: int,
         device: torch.device,
+        states: HiddenStates | None,
     ) -> None:
         config = config.resolved(device)
         self.codec: Codec = find_codec(config.codec, "teacher.codec")
@@ -150,7 +154,7 @@ class CaptureJob:
         self.source = {"identity": identity, "engine": self.engine, "vocab_size": vocab_size, "seq_len": self.seq_len}
         sampling = config.sampling
         slots = config.top_k if sampling is None else sampling.slots(vocab_size)
-        self.kept = Kept(sha256_json(self.source), config.codec, slots, config.top_p, sampling)
+        self.kept = Kept(sha256_json(self.source), config.codec, slots, config.top_p, sampling, states)
         self.derived_from: dict[str, float] | None = None
         # Draws would hide how far the teacher drifts.
         self.twice = set() if sampling else scored_twice(self.row_hashes, rows.loss_mask_RS.any(dim=1).tolist())
@@ -181,8 +185,7 @@ class CaptureJob:
         self.missing = missing
 
     def _plan_blocks(self) -> None:
-        row_bytes = self.seq_len * self.kept.top_k * self.codec.BYTES_PER_ENTRY
-        rows_per_block = max(1, int(self.config.shard_mib * 2**20 / row_bytes))
+        rows_per_block = max(1, int(self.config.shard_mib * 2**20 / self._row_bytes()))
         depends_on = {
             **self.source,
             "codec": [self.kept.codec, self.codec.VERSION],
@@ -190,9 +193,17 @@ class CaptureJob:
             "top_p": self.kept.top_p,
             "sampling": self.kept.sampling and self.kept.sampling.model_dump(),
             "derived_from": self.derived_from,
+            **self._hidden(),
         }
         self.blocks = plan_blocks(self.row_hashes, rows_per_block, depends_on)
         self.found = {block.name: receipt for block in self.blocks if (receipt := self.store.find(block, self.twice))}
+
+    def _row_bytes(self) -> float:
+        return self.config.row_bytes(self.seq_len, self.kept.top_k, self.kept.hidden)
+
+    def _hidden(self) -> dict[str, Any]:
+        """What is said of hidden states: nothing where none are kept, so that names and bytes know no difference."""
+        return {"hidden": self.kept.hidden.model_dump(mode="json")} if self.kept.hidden else {}
 
     def _names(self) -> set[str]:
         return {block.name for block in self.blocks}
@@ -205,7 +216,7 @@ class CaptureJob:
         """Refuse to start when the blocks to capture, or a copy of all blocks in ``out``, won't fit on the disk."""
 
         def estimate(blocks: list[Block]) -> int:
-            return int(sum(map(self.tokens_of, blocks)) * self.kept.top_k * self.codec.BYTES_PER_ENTRY)
+            return int(sum(map(self.tokens_of, blocks)) * self._row_bytes() / self.seq_len)
 
         require_free_space(self.store.folder, estimate(self.missing), "the teacher's cache")
         if out is None:
@@ -223,6 +234,7 @@ class CaptureJob:
             self.load_teacher(),
             top_k=self.kept.top_k,
             top_p=self.kept.top_p,
+            layers=self.kept.hidden.layers if self.kept.hidden else (),
             sampler=None if sampling is None else Sampler(sampling, self.row_hashes, self.mask_RS),
             logits_mib=self.config.logits_mib,
             batch_rows=max(1, self.config.batch_tokens // self.seq_len),
@@ -307,6 +319,7 @@ class CaptureJob:
             "top_k": self.kept.top_k,
             "top_p": self.kept.top_p,
             "sampling": self.kept.sampling and self.kept.sampling.model_dump(),
+            **self._hidden(),
             "derived_from": self.derived_from,
             "vocab_size": self.vocab_size,
             "seq_len": self.seq_len,

@@ -4,7 +4,8 @@ A codec is a module in :mod:`alambique.cache.codecs` with the members of :class:
 turns the entries of a block of rows into byte ranges, one for each row in each of its *streams*, plus small *tables*
 that the whole block shares, and back. Shards store streams and tables without knowing what they mean.
 
-Dimensions: R rows, N captured tokens (of one row when decoding, of all rows of a block when encoding), K entries.
+Dimensions: R rows, N captured tokens (of one row when decoding, of all rows of a block when encoding), K entries,
+L layers, E size of a hidden state.
 """
 
 import importlib
@@ -36,6 +37,7 @@ class Entries:
         tail_mass_N: float32, the probability of all tokens that are not kept.
         counts_R: captured tokens of each row; they sum to N.
         vocab_size: ids lie in [0, vocab_size).
+        states_NLE: bits of the teacher's hidden states after L layers, as bfloat16; None where none are kept.
     """
 
     ids_NK: NDArray[np.int32]
@@ -43,6 +45,7 @@ class Entries:
     tail_mass_N: NDArray[np.float32]
     counts_R: NDArray[np.int64]
     vocab_size: int
+    states_NLE: NDArray[np.uint16] | None = None
 
     def rows(self) -> list[tuple[NDArray[np.int32], NDArray[np.float16]]]:
         """Views of ``ids_NK`` and ``logprobs_NK`` for each row."""

@@ -2,7 +2,8 @@
 
 Another shard size, another codec and appended rows take their rows as they are, to the same bytes that the teacher
 would have given. A smaller K or top_p is cut from a larger one; then the mass of the entries that are left out comes
-from their fp16 logprobs (an error below 1e-4), so such a cache says in its manifest what it is derived from.
+from their fp16 logprobs (an error below 1e-4), so such a cache says in its manifest what it is derived from. Hidden
+states go along, or are left behind; layers that the earlier capture doesn't have mean that all is captured anew.
 
 Dimensions: N captured tokens, K entries.
 """
@@ -59,6 +60,7 @@ class Donors:
             if receipt.original
             and receipt.source == kept.source
             and receipt.sampling is None
+            and kept.hidden in (None, receipt.hidden)
             and receipt.top_k >= kept.top_k
             and receipt.top_p >= kept.top_p
         }
@@ -72,8 +74,7 @@ class Donors:
     def why_none(store: Store, kept: Kept) -> str | None:
         """Why nothing of what the store holds can be used; None when it is empty."""
         receipts = store.receipts().values()
-        ours = kept_text(kept.top_k, kept.top_p, kept.sampling)
-        held = {kept_text(r.top_k, r.top_p, r.sampling) for r in receipts if r.source == kept.source}
+        ours, held = _text(kept), {_text(receipt) for receipt in receipts if receipt.source == kept.source}
         if held and ours not in held:
             return f"the store holds {' and '.join(sorted(held))}, not {ours}"
         return "what is in the store is of other rows or settings" if receipts else None
@@ -102,7 +103,14 @@ class Donors:
         pace = [donor.receipt.seconds / max(1, donor.receipt.tokens) for donor in donors]
         seconds = float(sum(count * each for count, each in zip(counts_R, pace, strict=True)))
         peak = max(donor.receipt.peak_mib for donor in donors)
-        return Entries(ids, logprobs, tails, counts_R, vocab_size), seconds, peak
+        states = [donor.shard.read_states(donor.row) for donor in donors] if kept.hidden else []
+        states_NLE = np.concatenate(states) if states else None
+        return Entries(ids, logprobs, tails, counts_R, vocab_size, states_NLE), seconds, peak
+
+
+def _text(kept: Kept | Receipt) -> str:
+    states = f" with the hidden states {kept.hidden.text()}" if kept.hidden else ""
+    return kept_text(kept.top_k, kept.top_p, kept.sampling) + states
 
 
 def cut(arrays: Arrays, top_k: int, top_p: float) -> Arrays:

@@ -9,6 +9,7 @@ import torch
 from alambique.cache.capture import CaptureJob
 from alambique.cache.config import CaptureConfig
 from alambique.cache.score import Rows, Teacher
+from alambique.cache.states import HiddenStates
 from alambique.cache.store import Store
 from alambique.core.errors import UserError
 
@@ -34,6 +35,7 @@ def fill(
     vocab_size: int,
     device: torch.device,
     part: tuple[int, int],
+    states: HiddenStates | None = None,
 ) -> None:
     """Score what ``store`` lacks beside other processes that do the same; the other arguments are those of ``capture``.
 
@@ -43,7 +45,7 @@ def fill(
     Raises:
         UserError: as ``capture``.
     """
-    job = CaptureJob(rows, load_teacher, Store(store), identity, config, vocab_size, device)
+    job = CaptureJob(rows, load_teacher, Store(store), identity, config, vocab_size, device, states)
     job.plan()
     job.require_space(None)
     job.run(part)

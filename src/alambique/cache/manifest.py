@@ -11,6 +11,7 @@ from pydantic import Field
 from alambique.cache.drift import Drift
 from alambique.cache.sampled import Sampling
 from alambique.cache.shards import FORMAT, MAX_SEQ_LEN, MAX_TOP_K, MAX_VOCAB, VERSION
+from alambique.cache.states import HiddenStates
 from alambique.core.errors import UserError
 from alambique.core.files import MANIFEST, read_manifest, sha256_bytes
 from alambique.core.params import Config, validate
@@ -63,6 +64,7 @@ class Manifest(Config):
     top_k: int = Field(ge=1, le=MAX_TOP_K)
     top_p: float
     sampling: Sampling | None
+    hidden: HiddenStates | None = None  # not in the file where none are kept
     vocab_size: int = Field(ge=1, le=MAX_VOCAB)
     seq_len: int = Field(ge=1, le=MAX_SEQ_LEN)
     num_rows: int = Field(ge=1)

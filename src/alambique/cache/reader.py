@@ -1,10 +1,12 @@
 """TeacherCache: random access to the signal of any rows, with every mismatch refused in one sentence.
 
-Dimensions: R rows asked for, S positions of a row, K entries, N captured tokens.
+Dimensions: R rows asked for, S positions of a row, K entries, N captured tokens,
+L layers, E size of a hidden state.
 """
 
+import contextlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from alambique.cache.codec import DamageError, find_codec
 from alambique.cache.manifest import REMEDY, Manifest, ShardEntry, load_manifest, rows_sha256
 from alambique.cache.sampled import kept_text
 from alambique.cache.shards import SUFFIX, Shard
+from alambique.cache.states import HiddenStates, from_bits
 from alambique.core.errors import UserError
 from alambique.core.files import MANIFEST, sha256_file
 from alambique.core.signal import TopKSignal
@@ -75,12 +79,40 @@ class TeacherCache:
         logprobs_RSK = np.full(shape, -np.inf, np.float16)
         tail_mass_RS = np.ones(shape[:2], np.float32)
         for index, (shard, row) in enumerate(located):
-            try:
+            with self._blaming(rows[index], shard):
                 shard.read_row(row, ids_RSK[index], logprobs_RSK[index], tail_mass_RS[index])
-            except DamageError as error:
-                file = self.path / f"{shard.facts.name}{SUFFIX}"
-                raise UserError(f"row {rows[index]} in {file} is damaged: {error}. {REMEDY}") from error
         return TopKSignal(torch.from_numpy(ids_RSK), torch.from_numpy(logprobs_RSK), torch.from_numpy(tail_mass_RS))
+
+    def read_states(self, rows: Sequence[int], layers: Sequence[int]) -> Tensor:
+        """The teacher's hidden states after ``layers``, which the cache must hold: bfloat16 [R, S, L, E] on the CPU.
+
+        Positions that were not captured have zeros.
+
+        Raises:
+            UserError: a row or its shard is damaged.
+        """
+        held = self._manifest.hidden
+        assert held is not None
+        places = [held.layers.index(layer) for layer in layers]
+        located = [self._locate(row) for row in rows]
+        bits_RSLE = np.zeros((len(rows), self.seq_len, len(places), held.size), np.uint16)
+        for index, (shard, row) in enumerate(located):
+            with self._blaming(rows[index], shard):
+                bits_RSLE[index, shard.mask_S(row)] = shard.read_states(row)[:, places]
+        return from_bits(bits_RSLE)
+
+    @contextlib.contextmanager
+    def _blaming(self, row: int, shard: Shard) -> Iterator[None]:
+        try:
+            yield
+        except DamageError as error:
+            file = self.path / f"{shard.facts.name}{SUFFIX}"
+            raise UserError(f"row {row} in {file} is damaged: {error}. {REMEDY}") from error
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """Which hidden states of the teacher are kept beside the signal."""
+        return self._manifest.hidden
 
     @property
     def sampled(self) -> bool:
@@ -136,6 +168,8 @@ class TeacherCache:
             self._shard(number)
             for row in range(entry.first_row, entry.first_row + entry.rows):
                 self.read([row])
+                if self.states is not None:
+                    self.read_states([row], self.states.layers)
         if rows_sha256(self.row_hashes) != self._manifest.rows_sha256:
             raise UserError(f"{self.path / MANIFEST}: rows_sha256 is not that of the shards' rows. {REMEDY}")
 
@@ -179,7 +213,7 @@ class TeacherCache:
             "name": entry.file.removesuffix(SUFFIX),
             "num_rows": entry.rows,
             "num_tokens": entry.tokens,
-            **{field: getattr(ours, field) for field in ("codec", "top_k", "vocab_size", "seq_len")},
+            **{field: getattr(ours, field) for field in ("codec", "top_k", "vocab_size", "seq_len", "hidden")},
         }
         for field, value in expected.items():
             if (found := getattr(shard.facts, field)) != value:

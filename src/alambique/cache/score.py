@@ -4,8 +4,9 @@ Dimensions: R rows, B rows of a batch, S positions, D hidden size, V vocabulary,
 """
 
 import sys
-from collections.abc import Callable, Set
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from alambique.cache.drift import Drift, drift
 from alambique.cache.head import Head, top_entries
 from alambique.cache.sampled import Sampler
 from alambique.cache.shards import Block
+from alambique.cache.states import to_bits
 from alambique.core.errors import UserError
 from alambique.core.measure import device_name
 
@@ -53,6 +55,13 @@ class Teacher(Protocol):
         """Hidden states after the final norm, [B, S, D]."""
 
 
+class Recorder(Teacher, Protocol):
+    """A teacher whose layers can be seen."""
+
+    def recording(self, layers: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
+        """Hidden states after ``layers``, left here by the forward passes inside: [B, S, D] or [1, B·S, D]."""
+
+
 class Scorer:
     """Scores rows with a teacher.
 
@@ -61,6 +70,7 @@ class Scorer:
         teacher: on ``device``.
         top_k, top_p: what is kept (see ``CaptureConfig``).
         sampler: draws what is kept instead.
+        layers: whose hidden states are kept too.
         logits_mib: memory for the logits of a chunk.
         batch_rows: rows of one forward pass, until memory runs out.
         vocab_size: rows of the head beyond it are padding, and cut.
@@ -75,6 +85,7 @@ class Scorer:
         top_k: int,
         top_p: float,
         sampler: Sampler | None = None,
+        layers: Sequence[int] = (),
         logits_mib: int,
         batch_rows: int,
         vocab_size: int,
@@ -87,7 +98,7 @@ class Scorer:
             )
         self._rows, self._mask_RS, self._teacher = rows, rows.loss_mask_RS.numpy(), teacher
         self._top_k, self._top_p, self._sampler, self._logits_mib = top_k, top_p, sampler, logits_mib
-        self._batch_rows, self._device = batch_rows, device
+        self._batch_rows, self._device, self._layers = batch_rows, device, layers
         self.head = Head(
             teacher.head_weight_VD.detach()[:vocab_size],
             None if teacher.head_bias_V is None else teacher.head_bias_V.detach()[:vocab_size],
@@ -112,9 +123,9 @@ class Scorer:
             parts.append(part)
             report(len(part[0]))
             start += size
-        ids, logprobs, tails = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        ids, logprobs, tails, *states = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         counts_R = self._mask_RS[numbers.start : numbers.stop].sum(axis=1, dtype=np.int64)
-        return Entries(ids, logprobs, tails, counts_R, self.head.weight_VD.shape[0])
+        return Entries(ids, logprobs, tails, counts_R, self.head.weight_VD.shape[0], *states)
 
     def drift(self, number: int, first: Arrays) -> Drift:
         """Score one row again, alone, and compare with its ``first`` scoring: kernels may round otherwise."""
@@ -128,10 +139,10 @@ class Scorer:
             if digest in twice
         }
 
-    def _try_batch(self, start: int, stop: int) -> tuple[Any, Any, Any] | None:
-        """Ids, logprobs and tail masses of rows [start, stop) as numpy arrays, or None when memory ran out."""
+    def _try_batch(self, start: int, stop: int) -> list[Any] | None:
+        """Ids, logprobs, tail masses and perhaps states of rows [start, stop) in numpy, or None when memory ran out."""
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._recording() as states:
                 input_ids_BS = self._rows.input_ids_RS[start:stop].to(self._device)
                 document_ids_BS = self._rows.document_ids_RS[start:stop].to(self._device)
                 # Counted on the CPU, so that the device need not be waited for.
@@ -144,18 +155,26 @@ class Scorer:
                     kept = top_entries(hidden_ND, self.head, self._top_k, self._logits_mib, self._top_p)
                 else:
                     kept = self._sampler.entries(hidden_ND, self.head, range(start, stop), self._logits_mib)
-                ids_NK, logprobs_NK, tail_mass_N = (tensor.cpu().numpy() for tensor in kept)
+                found = [tensor.cpu().numpy() for tensor in kept]
+                if self._layers:
+                    flat = (states.pop(layer).flatten(0, 1) for layer in self._layers)
+                    picked = [to_bits(state.index_select(0, positions_N.to(state.device))) for state in flat]
+                    found.append(np.stack(picked, axis=1))
         except torch.OutOfMemoryError:
             return None
-        if not np.isfinite(tail_mass_N).all():
-            index = int(np.flatnonzero(~np.isfinite(tail_mass_N))[0])
+        finite_N = np.isfinite(found[2])
+        if not finite_N.all():
+            index = int(np.flatnonzero(~finite_N)[0])
             row = start + int(positions_N[index]) // self._mask_RS.shape[1]
             raise UserError(
                 f"the teacher gives NaN or infinite logits in row {row} of the training rows: choose another "
                 f"teacher.dtype than {str(self.head.weight_VD.dtype).removeprefix('torch.')}, or another attention "
                 "implementation."
             )
-        return ids_NK, logprobs_NK, tail_mass_N
+        return found
+
+    def _recording(self) -> AbstractContextManager[dict[int, Tensor]]:
+        return cast(Recorder, self._teacher).recording(self._layers) if self._layers else nullcontext({})
 
     def _halve_batch(self, size: int) -> None:
         if size == 1:

@@ -1,6 +1,7 @@
 """One shard: a safetensors file that holds a block of rows. docs/cache-format.md describes it byte for byte.
 
-Dimensions: R rows of the shard, S positions of a row, N captured tokens, K entries.
+Dimensions: R rows of the shard, S positions of a row, N captured tokens, K entries,
+L layers, E size of a hidden state.
 """
 
 import json
@@ -17,12 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from alambique.cache.codec import Codec, DamageError, Encoded, Entries, find_codec
+from alambique.cache.states import HiddenStates
 from alambique.core.errors import UserError
 from alambique.core.params import Config, validate
 
 FORMAT = "alambique-teacher-cache"
 VERSION = 1
 SUFFIX = ".safetensors"
+_STATES, _STATES_CRC32 = "hidden", "hidden_crc32"
 _METADATA = "alambique"  # one key, because safetensors doesn't keep several in order
 # Ceilings on what a damaged or hostile file can make a reader allocate; no tokenizer or context comes near.
 MAX_VOCAB, MAX_TOP_K, MAX_SEQ_LEN = 1 << 24, 1 << 16, 1 << 26
@@ -43,6 +46,7 @@ class ShardFacts(Config):
     num_tokens: int = Field(ge=0)
     codec_kl_nats: float
     index_crc32: int
+    hidden: HiddenStates | None = None  # not in the file where none are kept
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,14 @@ class Block:
         return range(self.first_row, self.first_row + len(self.row_hashes))
 
 
-def write_shard(path: Path, block: Block, mask_RS: NDArray[np.bool_], entries: Entries, codec: str) -> None:
+def write_shard(
+    path: Path,
+    block: Block,
+    mask_RS: NDArray[np.bool_],
+    entries: Entries,
+    codec: str,
+    states: HiddenStates | None = None,
+) -> None:
     """Encode a block and write its file. The same block gives the same bytes.
 
     Args:
@@ -68,6 +79,7 @@ def write_shard(path: Path, block: Block, mask_RS: NDArray[np.bool_], entries: E
         mask_RS: True at the positions that ``entries`` holds, in row order.
         entries: the captured tokens.
         codec: name of the codec.
+        states: which hidden states ``entries`` holds.
     """
     module = find_codec(codec, str(path))
     encoded = module.encode(entries)
@@ -85,10 +97,17 @@ def write_shard(path: Path, block: Block, mask_RS: NDArray[np.bool_], entries: E
         "num_tokens": len(entries.tail_mass_N),
         "codec_kl_nats": 0.0 if module.LOSSLESS else _codec_kl_nats(module, encoded, entries),
     }
+    if states is not None:
+        assert entries.states_NLE is not None
+        facts["hidden"] = states.model_dump(mode="json")
+        rows = np.split(entries.states_NLE, np.cumsum(entries.counts_R)[:-1])
+        tensors[_STATES_CRC32] = np.array([_crc32_states(row_NLE) for row_NLE in rows], np.uint32)
     facts["index_crc32"] = _crc32_index(facts, tensors)
     for stream, ranges in encoded.streams.items():
         tensors[stream] = np.frombuffer(b"".join(ranges), np.uint8)
     tensors["tail_mass"] = entries.tail_mass_N
+    if states is not None:
+        tensors[_STATES] = np.ascontiguousarray(entries.states_NLE)
     save_file(tensors, path, {_METADATA: json.dumps(facts, sort_keys=True)})
 
 
@@ -121,6 +140,11 @@ def crc32_row(ranges: Sequence[bytes], tail_mass_N: NDArray[np.float32]) -> int:
     for data in ranges:
         crc = zlib.crc32(data, crc)
     return zlib.crc32(np.ascontiguousarray(tail_mass_N).data, crc)
+
+
+def _crc32_states(states_NLE: NDArray[np.uint16]) -> int:
+    """Checksum of one row's hidden states; apart from the row's, so that they are read only when asked for."""
+    return zlib.crc32(np.ascontiguousarray(states_NLE).data)
 
 
 def _crc32_index(facts: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> int:
@@ -171,8 +195,10 @@ class Shard:
         self.codec: Codec = find_codec(self.facts.codec, str(path))
         _need(self.facts.codec_version == self.codec.VERSION, f"codec version {self.facts.codec_version} is unknown")
         _check_shapes(arrays, self.facts, self.codec)
-        small = {name: array for name, array in arrays.items() if name not in ("tail_mass", *self.codec.STREAMS)}
-        _need(_crc32_index(self.facts.model_dump(), small) == self.facts.index_crc32, "its index fails its checksum")
+        large = ("tail_mass", _STATES, *self.codec.STREAMS)
+        small = {name: array for name, array in arrays.items() if name not in large}
+        stated = self.facts.model_dump(mode="json", exclude_none=True)
+        _need(_crc32_index(stated, small) == self.facts.index_crc32, "its index fails its checksum")
         self._arrays = arrays
         unused = self.facts.seq_len % 8
         _need(not unused or int(arrays["mask"][:, -1].max()) < 1 << unused, "its mask is longer than its rows")
@@ -233,6 +259,18 @@ class Shard:
         self.codec.decode(self._state, ranges, ids_NK, logprobs_NK)
         return ids_NK, logprobs_NK, tail_mass_N
 
+    def read_states(self, row: int) -> NDArray[np.uint16]:
+        """Bits of a row's hidden states, [N, L, E] of its captured positions.
+
+        Raises:
+            DamageError: they fail their checksum.
+        """
+        start, stop = self._token_offsets[row : row + 2]
+        states_NLE: NDArray[np.uint16] = self._arrays[_STATES][start:stop]
+        if _crc32_states(states_NLE) != int(self._arrays[_STATES_CRC32][row]):
+            raise DamageError("its hidden states fail their checksum")
+        return states_NLE
+
     def _checked(self, row: int) -> tuple[dict[str, bytes], NDArray[np.float32]]:
         """A row's byte ranges and tail masses, after testing its checksum."""
         start, stop = (int(offset) for offset in self._token_offsets[row : row + 2])
@@ -273,6 +311,9 @@ def _check_shapes(arrays: Mapping[str, NDArray[Any]], facts: ShardFacts, codec: 
         **{f"{stream}_offsets": ("int64", (facts.num_rows + 1,)) for stream in codec.STREAMS},
         **dict.fromkeys(codec.TABLES, ("uint8", (None,))),
     }
+    if facts.hidden is not None:
+        expected[_STATES] = ("uint16", (facts.num_tokens, len(facts.hidden.layers), facts.hidden.size))
+        expected[_STATES_CRC32] = ("uint32", (facts.num_rows,))
     _need(set(arrays) == set(expected), f"it holds {sorted(arrays)} instead of {sorted(expected)}")
     for name, (dtype, shape) in expected.items():
         array = arrays[name]

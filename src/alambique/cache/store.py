@@ -17,6 +17,7 @@ from alambique.cache.codec import Entries, find_codec
 from alambique.cache.drift import Drift
 from alambique.cache.sampled import Sampling
 from alambique.cache.shards import FORMAT, SUFFIX, VERSION, Block, write_shard
+from alambique.cache.states import HiddenStates
 from alambique.core.errors import UserError
 from alambique.core.files import atomic_path, read_json, sha256_file, sha256_json, write_json
 from alambique.core.params import Config
@@ -33,6 +34,7 @@ class Kept:
     top_k: int
     top_p: float
     sampling: Sampling | None = None  # None for the top K; with draws, top_k is the number of slots
+    hidden: HiddenStates | None = None
     derived: bool = False  # cut from a larger capture, so not quite what the teacher would give
 
 
@@ -43,6 +45,7 @@ class Receipt(Config):
     top_k: int
     top_p: float
     sampling: Sampling | None
+    hidden: HiddenStates | None
     original: bool  # every bit as the teacher gave it: neither derived nor stored by a lossy codec
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     bytes: int = Field(ge=0)
@@ -54,7 +57,8 @@ class Receipt(Config):
     def gives(self, kept: Kept) -> bool:
         """Whether the block holds of its rows what ``kept`` keeps, whatever the codec."""
         ours = (self.source, self.top_k, self.top_p, self.sampling)
-        return ours == (kept.source, kept.top_k, kept.top_p, kept.sampling)
+        theirs = (kept.source, kept.top_k, kept.top_p, kept.sampling)
+        return ours == theirs and kept.hidden in (None, self.hidden)
 
 
 def plan_blocks(row_hashes: list[str], rows_per_block: int, depends_on: dict[str, Any]) -> list[Block]:
@@ -140,13 +144,14 @@ class Store:
         shard = self.path(block.name)
         try:
             with atomic_path(shard) as scratch:
-                write_shard(scratch, block, mask_RS, entries, kept.codec)
+                write_shard(scratch, block, mask_RS, entries, kept.codec, kept.hidden)
                 sha256, size = sha256_file(scratch), scratch.stat().st_size
             receipt = Receipt(
                 source=kept.source,
                 top_k=kept.top_k,
                 top_p=kept.top_p,
                 sampling=kept.sampling,
+                hidden=kept.hidden,
                 original=find_codec(kept.codec, str(shard)).LOSSLESS and not kept.derived,
                 sha256=sha256,
                 bytes=size,

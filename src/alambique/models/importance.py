@@ -30,8 +30,6 @@ from alambique.core.errors import UserError
 from alambique.core.progress import Progress
 from alambique.models.load import SplitModel
 
-_STACKS = ("layers", "h", "blocks")  # transformers' names for a model's list of layers
-
 
 @dataclass(frozen=True)
 class Importance:
@@ -64,7 +62,7 @@ def measure_importance(
     Raises:
         UserError: the model has no list of layers, or the rows no token.
     """
-    layers, device = _decoder_layers(model), model.head_weight_VD.device
+    layers, device = model.layers, model.head_weight_VD.device
     meter = _Meter(len(layers), block)
     with contextlib.ExitStack() as stack, Progress("measuring the teacher", document_ids_RS.numel()) as progress:
         for handle in meter.watch(layers, model.config, width):
@@ -77,17 +75,6 @@ def measure_importance(
             model.hidden(ids_1S, documents_1S)
             progress.update(ids_1S.numel())
     return meter.importance()
-
-
-def _decoder_layers(model: SplitModel) -> Sequence[nn.Module]:
-    wanted = model.config.num_hidden_layers
-    for name, module in model.model.named_modules():
-        is_stack = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _STACKS
-        if is_stack and len(module) == wanted:
-            return list(module)
-    raise UserError(
-        f"{type(model.model).__name__} has no list of {wanted} layers that could be measured: name the layers to drop."
-    )
 
 
 class _Meter:

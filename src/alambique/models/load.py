@@ -7,6 +7,8 @@ Dimensions: B rows, S positions, D hidden size, V rows of the output head (paddi
 
 import contextlib
 import json
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -33,6 +35,7 @@ DeviceMap = Literal["auto", "balanced", "sequential"]
 # Largest difference between packed and separate runs that rounding explains, as a share of the largest logit.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # assumption, per significand bits
 
+_STACKS = ("layers", "h", "blocks")  # transformers' names for a model's list of layers
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"}  # transformers' names for such layers
 
 
@@ -78,6 +81,12 @@ def stored_dtype(path: Path) -> DtypeName:
     if name not in get_args(DtypeName):
         raise UserError(f"{path} is stored as {name}: only {', '.join(get_args(DtypeName))} can be loaded.")
     return cast(DtypeName, name)
+
+
+def layers_and_size(path: Path) -> tuple[int, int]:
+    """How many layers the model in ``path`` has, and the size of its hidden states."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    return config.num_hidden_layers, config.hidden_size
 
 
 def load_model(
@@ -208,6 +217,41 @@ class SplitModel:
         )
         hidden_BSD: Tensor = output.last_hidden_state
         return hidden_BSD.reshape(shape[0], -1, hidden_BSD.shape[-1])  # part of S where processes share rows
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder layers, first to last.
+
+        Raises:
+            UserError: the model has no such list.
+        """
+        wanted = self.config.num_hidden_layers
+        for name, module in self.model.named_modules():
+            is_stack = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in _STACKS
+            if is_stack and len(module) == wanted:
+                return list(module)
+        raise UserError(
+            f"{type(self.model).__name__} has no list of {wanted} layers whose hidden states could be seen: prune by "
+            "layers that you name, and leave out distill.hidden and teacher.hidden_layers."
+        )
+
+    @contextlib.contextmanager
+    def recording(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Hidden states after ``layers``, counted from 0, as the forward passes inside leave them: the latest of each.
+
+        They are those of the residual stream, where transformers' ``output_hidden_states`` gives the last one after the
+        final norm. [B, S, D], or [1, B·S, D] with a flash kernel.
+        """
+        found: dict[int, Tensor] = {}
+
+        def keep(number: int, module: nn.Module, args: Any, output: Any) -> None:
+            found[number] = output if isinstance(output, Tensor) else output[0]
+
+        with contextlib.ExitStack() as stack:
+            modules = self.layers if layers else ()
+            for number in layers:
+                stack.callback(modules[number].register_forward_hook(partial(keep, number)).remove)
+            yield found
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits of hidden states [..., D] -> [..., V]: the plain definition, for checks and small evaluations."""

@@ -12,7 +12,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -192,3 +193,7 @@ class Leader:
     def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
         """As ``SplitModel.hidden``, computed by all processes."""
         return self._ranks.hidden(self._model, input_ids_BS, document_ids_BS)
+
+    def recording(self, layers: Sequence[int]) -> AbstractContextManager[dict[int, Tensor]]:
+        """As ``SplitModel.recording``: every process has the whole of a layer's output."""
+        return self._model.recording(layers)

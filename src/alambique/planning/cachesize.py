@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedConfig
 
-from alambique.cache.codec import Entries, find_codec
+from alambique.cache.codec import Entries
 from alambique.cache.config import CaptureConfig
 from alambique.cache.reader import TeacherCache
 from alambique.cache.shards import Block, write_shard
+from alambique.cache.states import HiddenStates
 from alambique.core.errors import UserError
 
 _Measured = dict[float, float]
@@ -75,7 +76,8 @@ def predict(
     model: PreTrainedConfig, config: CaptureConfig, logits_dtype: str, seq_len: int, num_rows: int, there: Path
 ) -> CacheSize:
     """Predict from the cache in the folder ``there`` if it is of use, else by formula."""
-    return _sampled(config, logits_dtype, there) or by_formula(model, config, logits_dtype, seq_len, num_rows)
+    found = _sampled(config, logits_dtype, there, states_of(model, config))
+    return found or by_formula(model, config, logits_dtype, seq_len, num_rows)
 
 
 def by_formula(
@@ -84,7 +86,8 @@ def by_formula(
     """Streams, tail mass, and each shard's and row's own bytes, by the measured figures of one teacher."""
     vocab = model.get_text_config().vocab_size
     slots = config.top_k if config.sampling is None else config.sampling.slots(vocab)
-    rows = min(num_rows, rows_per_shard(config, slots, seq_len))
+    states = states_of(model, config)
+    rows = min(num_rows, rows_per_shard(config, slots, seq_len, states))
     tokens, entries = rows * seq_len, rows * seq_len * slots
     if config.sampling is not None:
         factor, power = _DRAWS["top_p" if config.codec == "top_p" else "exact"]
@@ -94,16 +97,22 @@ def by_formula(
         logprob = _between(_LOGPROB_BYTES, slots) * (_FP32_LOGPROB if logits_dtype == "float32" else 1.0)
         streams += 4 + slots * _QUANTIZED_BYTES if config.codec == "quantized" else slots * logprob
     shard = _SHARD_BYTES + vocab * _between(_CLASS_BITS, entries / vocab) / 8 + rows * (_ROW_BYTES + seq_len / 8)
+    streams += states.bytes_per_token if states else 0
     return CacheSize(streams + _TAIL_BYTES + shard / tokens, "at most" if config.top_p < 1 else "formula")
 
 
-def rows_per_shard(config: CaptureConfig, slots: int, seq_len: int) -> int:
+def states_of(model: PreTrainedConfig, config: CaptureConfig) -> HiddenStates | None:
+    """Which hidden states of that teacher are kept too."""
+    text = model.get_text_config()
+    return config.states(text.num_hidden_layers, text.hidden_size)
+
+
+def rows_per_shard(config: CaptureConfig, slots: int, seq_len: int, states: HiddenStates | None) -> int:
     """Rows of one shard, as the capture plans them."""
-    row_bytes = seq_len * slots * find_codec(config.codec, "teacher.codec").BYTES_PER_ENTRY
-    return max(1, int(config.shard_mib * 2**20 / row_bytes))
+    return max(1, int(config.shard_mib * 2**20 / config.row_bytes(seq_len, slots, states)))
 
 
-def _sampled(config: CaptureConfig, logits_dtype: str, there: Path) -> CacheSize | None:
+def _sampled(config: CaptureConfig, logits_dtype: str, there: Path, states: HiddenStates | None) -> CacheSize | None:
     """Encode a few blocks of a cache again, as this capture would; None where that would tell nothing."""
     try:
         cache = TeacherCache.open(there)
@@ -114,11 +123,12 @@ def _sampled(config: CaptureConfig, logits_dtype: str, there: Path) -> CacheSize
     if not same or manifest["top_p"] != config.top_p or (sampling is None and cache.top_k < config.top_k):
         return None
     slots = cache.top_k if sampling else config.top_k
-    rows = min(cache.num_rows, rows_per_shard(config, slots, cache.seq_len))
+    rows = min(cache.num_rows, rows_per_shard(config, slots, cache.seq_len, states))
     starts = sorted({round(start) for start in np.linspace(0, cache.num_rows - rows, _SAMPLED_BLOCKS)})
     sizes = [_encoded(cache, range(start, start + rows), slots, config.codec) for start in starts]
     tokens = sum(count for count, _ in sizes)
-    return CacheSize(sum(size for _, size in sizes) / tokens, "sample") if tokens else None
+    of_states = states.bytes_per_token if states else 0
+    return CacheSize(sum(size for _, size in sizes) / tokens + of_states, "sample") if tokens else None
 
 
 def _encoded(cache: TeacherCache, rows: range, slots: int, codec: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from alambique.core.params import Config
 from alambique.core.products import fast_dtype
 from alambique.losses.config import LossConfig
+from alambique.train.hidden import HiddenConfig
 
 Method = Literal["online", "dense", "forward_chunked", "fused"]
 
@@ -39,6 +40,7 @@ class DistillConfig(Config):
     seed: int = Field(0, ge=0)
     method: Method = "fused"  # source: the least memory and time of the four in the published table
     loss: LossConfig = Field(default_factory=lambda: LossConfig.model_validate({}))
+    hidden: HiddenConfig | None = None  # source: the published method matches logits alone
     impl: Literal["auto", "fused", "triton", "tiled", "recompute"] = "auto"  # source: docs/loss.md, which path is best
 
     epochs: float = Field(1.0, gt=0)  # one pass: what the published figures and the embedded budget use

@@ -1,11 +1,12 @@
 """What each step trains on: rows in a seeded order, joined to the teacher's signal one step ahead of need.
 
-Dimensions: R rows of a step, B rows of a micro-batch, S positions, N positions that predict something, K entries.
-Where processes share rows, labels, signal and hidden states are those of fewer positions, the process's part.
+Dimensions: R rows of a step, B rows of a micro-batch, S positions, N positions that predict something, K entries,
+L layers, E size of a hidden state. Where processes share rows, labels, signal and hidden states are those of fewer
+positions, the process's part.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class StepRows:
 
     ``rows`` and ``num_target_tokens`` are those of the whole step, tensors the part of this process: R rows.
     ``signal`` has the shape [R, S, K], or is None where a live teacher will give it; ``labels_RS`` holds the next
-    token, or −100 where there is no target.
+    token, or −100 where there is no target. ``states_RSLE`` are the teacher's hidden states that are asked for.
     """
 
     rows: list[int]
@@ -49,6 +50,7 @@ class StepRows:
     labels_RS: Tensor
     signal: TopKSignal | None
     num_target_tokens: int
+    states_RSLE: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -64,17 +66,22 @@ class StepRows:
         labels_N = self.labels_RS[part].flatten()
         positions_N = (labels_N != _IGNORED).nonzero().squeeze(1)  # on the CPU, so that no device waits for a count
         signal = None if self.signal is None else self.signal[part].to(device).flatten()
+        states = (
+            None if self.states_RSLE is None else self.states_RSLE[part].to(device, non_blocking=True).flatten(0, 1)
+        )
         labels_N = labels_N.to(device, non_blocking=True)
         everywhere = len(positions_N) == len(labels_N)
         if not everywhere:
             positions_N = positions_N.to(device, non_blocking=True)
             labels_N, signal = labels_N[positions_N], None if signal is None else signal[positions_N]
+            states = None if states is None else states[positions_N]
         return MicroBatch(
             self.input_ids_RS[part].to(device, non_blocking=True),
             self.document_ids_RS[part].to(device, non_blocking=True),
             None if everywhere else positions_N,
             labels_N,
             signal,
+            states,
         )
 
 
@@ -82,6 +89,7 @@ class StepRows:
 class MicroBatch:
     """Rows of one forward and backward pass, on the training device.
 
+    ``states_NLE`` are the teacher's hidden states, where the cache has them and they are asked for.
     ``positions_N`` indexes the flattened [B·S] positions that predict something; None stands for all of them.
     """
 
@@ -90,6 +98,7 @@ class MicroBatch:
     positions_N: Tensor | None
     labels_N: Tensor
     signal: TopKSignal | None
+    states_NLE: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -110,12 +119,14 @@ def read_step(
     rank: int = 0,
     size: int = 1,
     context: int = 1,
+    layers: Sequence[int] = (),
 ) -> StepRows:
     """Join rows of prepared data to their cached signal; numpy only, because torch would wake a second thread pool.
 
     Process ``rank`` of ``size`` reads every ``size``-th of the step's ``rows``. All get the same number: where it
     doesn't divide, the last ones get one more without a target. Where ``context`` neighbours share rows they take them
-    as one process would, and of labels and signal each its part of the positions.
+    as one process would, and of labels, signal and hidden states each its part of the positions. Of ``layers`` it reads
+    the teacher's hidden states.
     """
     part = slice(rank % context * packed.seq_len // context, (rank % context + 1) * packed.seq_len // context)
     rank, size = rank // context, size // context
@@ -138,6 +149,7 @@ def read_step(
         _kept(torch.from_numpy(labels_RS[:, part]), pin),
         signal,
         int(packed.loss_mask_RS.numpy()[rows].sum()),
+        _kept(cache.read_states(here, layers)[:, part], pin) if cache is not None and layers else None,
     )
 
 

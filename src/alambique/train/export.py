@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alambique.core.files import atomic_folder, write_bytes, write_manifest
+from alambique.core.sources import parse
 from alambique.train.config import DistillConfig
 from alambique.train.state import DistillResult
 
@@ -53,6 +54,7 @@ def model_card(
     loss = config.loss.model_dump(exclude_defaults=True)
     told = ", ".join(f"{key} = {value}" for key, value in loss.items()) or "all defaults"
     seen = "as it ran beside the student" if config.method == "online" else "which were computed once and cached"
+    matched = _matched(config, result)
     table = "\n".join(f"| {key} | {value} |" for key, value in lineage.items())
     return f"""---
 library_name: transformers
@@ -81,13 +83,25 @@ tokenizer = AutoTokenizer.from_pretrained(PATH)
 
 - Method: `{config.method}`.
 - Objective: {config.loss.divergence} with tail `{config.loss.tail}` ({told}).
-- Budget: {result.steps} steps of {config.rows_per_step} rows; {result.num_tokens:,} tokens, of which
+{matched}- Budget: {result.steps} steps of {config.rows_per_step} rows; {result.num_tokens:,} tokens, of which
   {result.num_target_tokens:,} are targets.
 - Optimiser: AdamW, peak learning rate {config.learning_rate:g}, {config.precision} over fp32 weights, seed
   {config.seed}.
 - Loss: {first.loss_nats:.4f} nats at the first step, {last.loss_nats:.4f} at the last (divergence
   {last.kd_nats:.4f}, cross-entropy {last.ce_nats:.4f}).
 {_validations(result)}"""
+
+
+def _matched(config: DistillConfig, result: DistillResult) -> str:
+    """The line on hidden states, or nothing."""
+    if config.hidden is None:
+        return ""
+    pairs = len(config.hidden.map)
+    first, last = (result.curve[at].hidden_loss for at in (0, -1))
+    return (
+        f"- Hidden states: {pairs} pairs of layers, {config.hidden.distance}, weight {config.hidden.weight:g}; mean "
+        f"distance\n  {first:.4f} at the first step, {last:.4f} at the last.\n"
+    )
 
 
 def _validations(result: DistillResult) -> str:
@@ -108,3 +122,19 @@ These are the weights after step {result.shipped_step}. KL is from the teacher, 
 |---:|---:|---:|---:|---:|
 {rows}
 """
+
+
+def hub_repositories(manifest: Mapping[str, Any], prefix: str) -> list[str]:
+    """What of a manifest's sources comes from the Hub, below ``prefix``."""
+    places = [
+        source.place for source in (parse(found["uri"]) for found in manifest["sources"]) if source.scheme == "hf"
+    ]
+    return [place.removeprefix(prefix) for place in places if place.startswith(prefix)]
+
+
+def sources_text(manifest: Mapping[str, Any]) -> str:
+    """Sources by URI, with the hash where the URI doesn't pin it already."""
+    return ", ".join(
+        f"`{uri}`" if digest in uri else f"`{uri}` (sha256 {digest})"
+        for uri, digest in ((source["uri"], source["sha256"]) for source in manifest["sources"])
+    )

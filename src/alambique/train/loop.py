@@ -25,6 +25,7 @@ from alambique.train import checkpoint
 from alambique.train.config import DistillConfig
 from alambique.train.context import Context, require_shareable
 from alambique.train.data import StepRows, prefetch, read_step, rows_of_step
+from alambique.train.hidden import Matching
 from alambique.train.optimiser import adamw, clip_gradients, learning_rate, set_learning_rate
 from alambique.train.peaks import peak_tflop_per_s
 from alambique.train.sharded import ALONE, Processes, ShardedStudent, fitting_rows
@@ -68,6 +69,7 @@ def distill(
     require_shareable(processes, rows.seq_len, config.rows_per_step)
     context = Context(processes, device)
     context.open(models, config.micro_batch_rows)
+    matching = _matching(student, config, live, cache)
     if processes.size > 1:
         student = ShardedStudent(student, config.precision, device)
     model = student.model.train()
@@ -77,14 +79,25 @@ def distill(
     run = _start(config, model, optimiser, scratch, processes)
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
     setup = Setup(
-        student, live, config, loss, vocab_size, device, lambda: processes.any(stop()), validate, processes, context
+        student,
+        live,
+        config,
+        loss,
+        vocab_size,
+        device,
+        lambda: processes.any(stop()),
+        validate,
+        processes,
+        context,
+        matching,
     )
     num_steps, first_step = config.num_steps(rows.num_rows), run.step
-    tokens_per_step = config.rows_per_step * rows.seq_len
+    tokens_per_step, layers = config.rows_per_step * rows.seq_len, matching.teacher_layers if matching else ()
 
     def read(step: int) -> StepRows:
         numbers = rows_of_step(step, config.rows_per_step, rows.num_rows, config.seed)
-        return read_step(numbers, rows, cache, device.type == "cuda", processes.rank, processes.size, processes.context)
+        pin = device.type == "cuda"
+        return read_step(numbers, rows, cache, pin, processes.rank, processes.size, processes.context, layers)
 
     done, total = first_step * tokens_per_step, num_steps * tokens_per_step
     with (
@@ -98,7 +111,21 @@ def distill(
     shipped = run.step if config.keep == "last" else run.best_step(partial(checkpoint.is_there, scratch))
     if shipped != run.step:
         checkpoint.load_weights(scratch, shipped, model)
+    if matching:
+        matching.remove()
     return _result(run, config, tokens_per_step, device, first_step, shipped, processes)
+
+
+def _matching(
+    student: SplitModel, config: DistillConfig, live: SplitModel | None, cache: TeacherCache | None
+) -> Matching | None:
+    if config.hidden is None:
+        return None
+    states = cache.states if cache else None
+    size = live.config.hidden_size if live else states.size if states else None
+    if size is None:
+        raise ValueError("distill.hidden needs a cache with hidden states, or a live teacher")
+    return Matching(student, config.hidden, size, config.seed)
 
 
 def _require_consistent(config: DistillConfig, live: bool, validating: bool) -> None:
@@ -218,7 +245,10 @@ class _Log:
         self.restart_clock()
 
     def add(self, batch: StepRows, rate: float, values: Tensor, waited_seconds: float) -> None:
-        """Take the measurements of the step just made; ``values`` are loss, kd, ce and gradient norm."""
+        """Take the measurements of the step just made.
+
+        ``values`` are loss, kd, ce, gradient norm, and before the last the distance of hidden states if matched.
+        """
         self._pending.append((batch, rate, values))
         self._run.meters.data_wait_seconds += waited_seconds
         self._run.meters.num_target_tokens += batch.num_target_tokens
@@ -235,10 +265,11 @@ class _Log:
             self._pending, torch.stack([values for *_, values in self._pending]).tolist(), strict=True
         ):
             step = len(self._run.curve) + 1
-            loss, kd, ce, grad_norm = values
+            loss, kd, ce, *distances, grad_norm = values
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise UserError(_not_finite(step, batch.rows, loss, grad_norm))
-            self._run.curve.append(CurvePoint(step, step * self._tokens_per_step, loss, kd, ce, rate, grad_norm))
+            tokens = step * self._tokens_per_step
+            self._run.curve.append(CurvePoint(step, tokens, loss, kd, ce, rate, grad_norm, *distances))
         seconds = self._watch.seconds()
         self._watch.restart()
         self._run.meters.seconds += seconds
@@ -246,7 +277,11 @@ class _Log:
         last = self._run.curve[-1]
         if self._progress is not None:
             self._progress.update(
-                tokens, loss_nats=last.loss_nats, learning_rate=last.learning_rate, tokens_per_s=tokens / seconds
+                tokens,
+                loss_nats=last.loss_nats,
+                **({"hidden_loss": last.hidden_loss} if last.hidden_loss else {}),
+                learning_rate=last.learning_rate,
+                tokens_per_s=tokens / seconds,
             )
         self._pending.clear()
 

@@ -1,8 +1,12 @@
 """What a run knows about itself: where it stands, what it has used, and what it reports at the end."""
 
+import csv
+import io
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+_ENDS = ("loss_nats", "hidden_loss")
 
 
 class Interrupted(Exception):
@@ -18,6 +22,8 @@ class CurvePoint:
     """One optimiser step; losses are sums over its target tokens divided by their number, before the update.
 
     ``step`` counts from 1, ``tokens`` are all positions of the rows so far, ``grad_norm`` is the norm before clipping.
+    ``hidden_loss`` is the distance of matched hidden states, no part of ``loss_nats``: what is minimised is
+    loss_nats + weight · hidden_loss. 0 where none are matched.
     """
 
     step: int
@@ -27,6 +33,7 @@ class CurvePoint:
     ce_nats: float
     learning_rate: float
     grad_norm: float
+    hidden_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,3 +126,22 @@ class DistillResult:
     shipped_step: int
     validations: list[Validation]
     curve: list[CurvePoint]
+
+    def measured(self) -> dict[str, Any]:
+        """All of it but the curve, of which the ends stay, in dictionaries: DVC's metrics know no lists."""
+        found = asdict(self)
+        del found["curve"]
+        by_step = {str(one.pop("step")): one for one in found.pop("validations")}
+        ends = {name: {"first": getattr(self.curve[0], name), "last": getattr(self.curve[-1], name)} for name in _ENDS}
+        if not self.curve[0].hidden_loss:
+            del ends["hidden_loss"]
+        return {**found, **({"validation": by_step} if by_step else {}), **ends}
+
+    def curve_csv(self) -> str:
+        """The curve as a table, with ``hidden_loss`` where states were matched."""
+        names = [field.name for field in fields(CurvePoint) if field.name != "hidden_loss" or self.curve[0].hidden_loss]
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(names)
+        table.writerows([getattr(point, name) for name in names] for point in self.curve)
+        return text.getvalue()

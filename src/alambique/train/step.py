@@ -21,6 +21,7 @@ from alambique.train.config import DistillConfig
 from alambique.train.context import APART, Context
 from alambique.train.data import MicroBatch, StepRows
 from alambique.train.flops import FlopCounter
+from alambique.train.hidden import Matching
 from alambique.train.sharded import ALONE, Processes, ShardedStudent, TooLarge
 from alambique.train.state import Run
 
@@ -31,7 +32,7 @@ class Setup:
 
     ``teacher`` is the live one of the method ``online``; None where the rows carry the signal. ``validate`` compares
     the student with its teacher on held-out rows. Where there are several ``processes`` the student is sharded over
-    them; in a ``context`` some of them share rows.
+    them; in a ``context`` some of them share rows. ``matching`` is there where hidden states are matched as well.
     """
 
     student: SplitModel
@@ -44,10 +45,13 @@ class Setup:
     validate: Callable[[SplitModel], dict[str, float]] | None = None
     processes: Processes = ALONE
     context: Context = APART
+    matching: Matching | None = None
 
 
 def add_gradients(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
     """Leave the step's gradients in ``.grad``; returns its loss, kd and ce, in nats, on the device.
+
+    Where hidden states are matched, a fourth value is their distance, which isn't part of the loss.
 
     Losses are divided by the target tokens of the whole step. When memory runs out the step starts again with
     micro-batches of half the rows, which ``run`` remembers. None means that the run was asked to stop: the
@@ -97,7 +101,7 @@ def _halve(setup: Setup, run: Run) -> None:
 
 def _accumulate(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
     """One backward pass for each micro-batch; autocast spans them all, so that each weight is cast once a step."""
-    losses = torch.zeros(3, device=setup.device)
+    losses = torch.zeros(4 if setup.matching else 3, device=setup.device)
     ends = range(0, batch.num_rows, run.micro_batch_rows)
     with torch.autocast(setup.device.type, torch.bfloat16, enabled=setup.config.precision == "bf16"):
         for start, micro in zip(ends, batch.micro_batches(run.micro_batch_rows, setup.device), strict=True):
@@ -119,24 +123,33 @@ def _idle(setup: Setup, micro: MicroBatch) -> None:
     if not isinstance(setup.student, ShardedStudent):
         return
     hidden_BSD = setup.student.hidden(micro.input_ids_BS, micro.document_ids_BS)
-    for parameter in (setup.student.head_weight_VD, setup.student.head_bias_V):
+    maps = [linear.weight for linear in setup.matching.projections] if setup.matching else []
+    for parameter in (setup.student.head_weight_VD, setup.student.head_bias_V, *maps):
         if parameter is not None and parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     torch.autograd.backward(hidden_BSD, torch.zeros_like(hidden_BSD))
 
 
 def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int, counter: FlopCounter | None) -> Tensor:
-    """Forward, loss and backward of one micro-batch; returns its share of the step's loss, kd and ce."""
-    student, impl = setup.student, setup.config.loss_impl
-    signal = _signal(setup, micro)  # first, so that a live teacher's activations are gone before the student's come
+    """Forward, loss and backward of one micro-batch; returns its share of the step's loss, kd and ce, and distance."""
+    student, impl, matching = setup.student, setup.config.loss_impl, setup.matching
+    signal, theirs_NLE = _signal(
+        setup, micro
+    )  # first, so that a live teacher's activations are gone before the student's come
     before = counter.flops if counter else 0
-    hidden_ND = micro.select(student.hidden(micro.input_ids_BS, micro.document_ids_BS))
+    with student.recording(matching.student_layers if matching else ()) as states:
+        hidden_ND = micro.select(student.hidden(micro.input_ids_BS, micro.document_ids_BS))
     if counter:
         head_flops = 2 * len(hidden_ND) * student.head_weight_VD.numel()
         rows_worth = micro.num_rows / setup.processes.context
         run.meters.model_flops_per_row = 3 * (counter.flops - before + head_flops) / rows_worth
     if setup.config.precision == "bf16":
         hidden_ND = hidden_ND.to(torch.bfloat16)  # what autocast would feed the head's product
+    distances, weight = [], 0.0
+    if matching:
+        assert theirs_NLE is not None
+        ours = {layer: micro.select(states.pop(layer)) for layer in matching.student_layers}
+        distances, weight = [matching.loss(ours, theirs_NLE, denominator)], matching.weight
     with torch.autocast(setup.device.type, enabled=False):
         output = distillation_loss(
             hidden_ND,
@@ -151,27 +164,36 @@ def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int, cou
             weight_grad_VD=_head_gradient(student, impl),
             drop_rows=False,  # rows without a target were left out on the CPU
         )
-        torch.autograd.backward(output.loss)
+        torch.autograd.backward([output.loss, *(weight * distance for distance in distances)])
     run.meters.loss_impl = output.impl
     assert output.ce is not None  # labels were given
-    return torch.stack([output.loss.detach(), output.kd, output.ce])
+    return torch.stack([output.loss.detach(), output.kd, output.ce, *(distance.detach() for distance in distances)])
 
 
-def _signal(setup: Setup, micro: MicroBatch) -> Signal:
-    """What the cache holds of these rows, or the live teacher's hidden states, whose logits too come in chunks."""
+def _signal(setup: Setup, micro: MicroBatch) -> tuple[Signal, Tensor | None]:
+    """What the cache holds of these rows, or the live teacher's hidden states, whose logits too come in chunks.
+
+    And the states [N, L, E] of the layers to match, as bfloat16 like those of a cache.
+    """
     if micro.signal is not None:
-        return micro.signal
-    teacher = setup.teacher
+        return micro.signal, micro.states_NLE
+    teacher, layers = setup.teacher, setup.matching.teacher_layers if setup.matching else ()
     assert teacher is not None
-    with torch.no_grad(), torch.autocast(setup.device.type, enabled=False):  # it computes as when it is captured
+    with (
+        torch.no_grad(),
+        torch.autocast(setup.device.type, enabled=False),  # it computes as when it is captured
+        teacher.recording(layers) as found,
+    ):
         hidden_BSD = teacher.hidden(micro.input_ids_BS, micro.document_ids_BS)
-    return StatesSignal(
+    states = [micro.select(found.pop(layer)).to(torch.bfloat16) for layer in layers]
+    signal = StatesSignal(
         micro.select(hidden_BSD),
         teacher.head_weight_VD,
         teacher.head_bias_V,
         teacher.logit_softcap,
         teacher.logit_scale,
     )
+    return signal, torch.stack(states, dim=1) if states else None
 
 
 def _head_gradient(student: SplitModel, impl: str) -> Tensor | None:
