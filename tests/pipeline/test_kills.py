@@ -42,7 +42,7 @@ ANYWHERE = [
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 # How many kills each stage gets: 12 with a GPU's orchestration, 8 without.
 GPU_STAGES, CPU_STAGES = {"teacher": 4, "distill": 4, "evaluate": 4}, {"prepare": 3, "student": 3, "report": 2}
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.05  # limits count looks, not the clock: this machine may stop all of us for a while
 GONE_WITHIN_SECONDS = 40.0  # ALAMBIQUE_STOP_SECONDS, pipeline.run.REPORT_SECONDS and the server's five, and some air
 # What the clock and the machine's memory decide; everything else must be equal.
 CLOCK = re.compile(r"second|_per_s|per_s$|peak_mib|tflop|mfu|speed")
@@ -136,7 +136,7 @@ class Watched:
         began, looks = time.monotonic(), 0
         while self.running() or self.processes():
             looks += 1
-            if looks * LOOK_SECONDS > seconds:  # not by the clock: somebody may have stopped us all for a while
+            if looks * LOOK_SECONDS > seconds:
                 left = [" ".join(words)[-60:] for words in self.processes().values()]
                 self.problem(f"still there after {seconds:.0f} s: {sorted(left)}")
                 self.kill_all()
@@ -250,15 +250,14 @@ class Chain:
 
     def next_job(self) -> tuple[int, str]:
         """Wait for a job of a stage that still has a kill to come."""
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline:
+        for _ in range(round(300 / LOOK_SECONDS)):
             for pid, what in self.watched.by_role("job").items():
                 if pid not in self.struck and self.plan[what.split()[0]]:
                     return pid, what
             if not self.watched.running():
                 self.after_the_end()
                 self.begin()
-            time.sleep(0.02)
+            time.sleep(LOOK_SECONDS)
         pytest.fail(f"no job of {[s for s, left in self.plan.items() if left]} within five minutes")
 
     def one(self, pid: int, what: str) -> None:

@@ -207,7 +207,7 @@ def test_a_dvc_lock_that_dvc_would_refuse_is_removed(tmp_path: Path, capsys: pyt
         if path.exists():
             kept += 1
             COMPILED_LOCKFILE_SCHEMA(parse_yaml(LOCK[:length], path))
-    assert kept == 14
+    assert kept == 12
     capsys.readouterr()
     path.write_text(LOCK)
     repro.mend_lock(path)
