@@ -44,8 +44,8 @@ STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 GPU_STAGES, CPU_STAGES = {"teacher": 4, "distill": 4, "evaluate": 4}, {"prepare": 3, "student": 3, "report": 2}
 LOOK_SECONDS = 0.05  # limits count looks, not the clock: this machine may stop all of us for a while
 GONE_WITHIN_SECONDS = 40.0  # ALAMBIQUE_STOP_SECONDS, pipeline.run.REPORT_SECONDS and the server's five, and some air
-# What the clock and the machine's memory decide; everything else must be equal.
-CLOCK = re.compile(r"second|_per_s|per_s$|peak_mib|tflop|mfu|speed")
+# What the clock, the machine's memory and the kills themselves decide; everything else must be equal.
+CLOCK = re.compile(r"second|_per_s|_s_per|peak_mib|mfu|speed|data_wait_share|reused_blocks|resumed_from_step")
 
 
 def deal(rng: random.Random) -> dict[str, list[tuple[str, signal.Signals]]]:
