@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -35,7 +34,7 @@ from alambique.core.files import (
 )
 from alambique.core.measure import default_device, device_name, versions
 from alambique.core.params import Config, Params, validate
-from alambique.core.places import work_dir
+from alambique.core.places import SHIPPED, forget_shipped, work_dir
 from alambique.data.dataset import PreparedData
 from alambique.models.fetch import fetch_model
 from alambique.models.load import SplitModel, load_model, load_tokenizer, tokenizer_sha256
@@ -243,7 +242,9 @@ def _ship(job: Job, student: SplitModel, result: DistillResult, processes: int) 
     card = model_card(job.pair, result, config, lineage, inputs.hub_header())
     export_model(student.model, load_tokenizer(inputs.student), job.out, config.precision, card, facts)
     _write_results(job.pair, result, device)
-    shutil.rmtree(job.scratch, ignore_errors=True)  # checkpoints have served; a run of one stop may have made none
+    if job.scratch.is_dir():  # a run of one stop may have made no checkpoint
+        (job.scratch / SHIPPED).touch()
+    forget_shipped(spare=job.scratch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,32 +13,36 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 from alambique.core.errors import UserError
 from alambique.core.files import sha256_file, sha256_json
-from alambique.core.places import work_dir
+from alambique.core.places import forget_shipped, work_dir
 from pipeline import jobs, processes, run, server
 
 EXIT_USER_ERROR = 2
+_SERVERS = 3  # Prefect servers of one run, one after the other. Assumption: what ends more often can't be helped
 
 
 def main(words: list[str]) -> int:
     """Run the pipeline and return DVC's exit status; 2 if it can't start."""
     try:
+        if "MAKELEVEL" in os.environ:  # a killed `make` tells nobody; without one, `nohup` and `disown` must work
+            processes.die_with_parent(signal.SIGTERM)
         require_checkout(Path.cwd())
         require_environment()
         with only_repro():
             mend_rwlock(Path(".dvc/tmp/rwlock"))
+            mend_lock(Path("dvc.lock"))
             check_params_once()
             status = run_dvc(words)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     if status == 0:
+        forget_shipped()  # DVC has their students
         importlib.import_module("pipeline.last_screen").show()
     return status
 
@@ -101,6 +105,17 @@ def mend_rwlock(path: Path) -> None:
         print(f"removed {path}, which a killed DVC left half-written", file=sys.stderr)
 
 
+def mend_lock(path: Path) -> None:
+    """Remove a dvc.lock that a kill cut short, which DVC, rewriting it in place too, would refuse from then on.
+
+    Nothing runs again for that: DVC's run cache knows what every finished stage gave. A cut after a whole line that
+    opens nothing is left: DVC takes such a file, knows less, and asks its run cache.
+    """
+    if path.is_file() and (not (end := path.read_bytes()[-2:]).endswith(b"\n") or end == b":\n"):
+        path.unlink()
+        print(f"removed {path}, which a killed DVC left half-written; its run cache knows the stages", file=sys.stderr)
+
+
 def check_params_once() -> None:
     """Validate params.yaml, unless it and the code are those of the last check that passed.
 
@@ -125,22 +140,27 @@ def run_dvc(words: list[str]) -> int:
     processes.adopt_orphans()
     env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
     server.set_defaults()
-    with tempfile.TemporaryDirectory(prefix="alambique-") as folder, contextlib.ExitStack() as services:
-        wanted, port = Path(folder, "server-wanted"), None
-        spare: list[int] = []
+    wanted = Path(".dvc/tmp/alambique-server-wanted").resolve()  # only one `make repro` works here
+    wanted.unlink(missing_ok=True)
+    with contextlib.ExitStack() as services:
+        servers: list[subprocess.Popen[bytes]] = []
+        port = None
         if server.API_URL not in env:
-            port = server.free_port(server.PORT)
+            port = services.enter_context(server.reserved_port(server.PORT))
             env |= {server.API_URL: server.url_of(port), run.SERVER_WANTED: str(wanted)}
         dvc = _start_dvc(words, env)
         while dvc.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 dvc.wait(0.2)
-            if port is not None and wanted.exists():
-                spare.append(services.enter_context(server.local_server(port)).pid)
-                print(f"Prefect shows the jobs at http://127.0.0.1:{port} while this runs", flush=True)
-                port = None
+            ended = all(each.poll() is not None for each in servers)
+            if port is not None and wanted.exists() and ended and len(servers) < _SERVERS:
+                servers.append(services.enter_context(server.local_server(port)))
+                again = " again" if len(servers) > 1 else ""
+                print(f"Prefect shows the jobs at http://127.0.0.1:{port}{again} while this runs", flush=True)
         # A killed DVC leaves its stage saving a checkpoint, and its flow telling the server: wait for them.
-        processes.stop_children(jobs.Limits.from_env().stop_seconds + run.REPORT_SECONDS, spare)
+        grace = jobs.Limits.from_env().stop_seconds + run.REPORT_SECONDS
+        processes.stop_children(grace, [each.pid for each in servers])
+    wanted.unlink(missing_ok=True)
     code = int(dvc.returncode)
     return code if code >= 0 else 128 - code
 

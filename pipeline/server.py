@@ -55,6 +55,20 @@ def free_port(preferred: int = 0) -> int:
     raise OSError("no free port on 127.0.0.1")
 
 
+@contextlib.contextmanager
+def reserved_port(preferred: int) -> Iterator[int]:
+    """A free port, if possible ``preferred``, that no other `make repro` of this machine takes meanwhile.
+
+    A server listens only once a stage has asked for it: until then the port itself looks free to everybody.
+    """
+    with socket.socket(socket.AF_UNIX) as claim:
+        for port in (free_port(preferred), free_port()):
+            with contextlib.suppress(OSError):
+                claim.bind(f"\0alambique-port-{port}")  # a name of Linux's, not a file: it goes when we do
+                break
+        yield port
+
+
 def url_of(port: int) -> str:
     """The API's address of a server on this machine."""
     return f"http://127.0.0.1:{port}/api"

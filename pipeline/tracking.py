@@ -48,6 +48,18 @@ def tracking_uri() -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{main_checkout().resolve() / 'mlflow.db'}"
 
 
+def _database() -> Path | None:
+    """The file of a store in sqlite; None for any other."""
+    scheme, _, path = tracking_uri().partition(":///")
+    return Path(path.partition("?")[0]).resolve() if scheme == "sqlite" else None
+
+
+def _home() -> Path:
+    """Where the store keeps its lock and artifacts: beside its database, or in the main checkout."""
+    database = _database()
+    return main_checkout().resolve() if database is None else database.parent
+
+
 def set_defaults() -> None:
     """Set MLflow's environment where the user hasn't; do it before MLflow is imported."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -69,11 +81,12 @@ def _store() -> Iterator[Any]:
     """A client, and the store for this process alone while the block lasts.
 
     A client's first act is to make or check the tables: four that meet on a new database break each other's migrations.
+    The lock is beside the database, which checkouts may share.
     """
     set_defaults()
     from mlflow import MlflowClient
 
-    with (main_checkout() / ".mlflow.lock").open("w") as stream:
+    with (_home() / ".mlflow.lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)  # closing the file frees it
         yield MlflowClient(tracking_uri=tracking_uri())
 
@@ -85,8 +98,8 @@ def _experiment_id(client: Any, name: str) -> str:
         return str(found.experiment_id)
     # Without a location MLflow would take ./mlruns of whatever folder the first writer ran in.
     location = None
-    if tracking_uri().startswith("sqlite:"):
-        location = (main_checkout().resolve() / "mlruns" / name).as_uri()
+    if _database() is not None:
+        location = (_home() / "mlruns" / name).as_uri()
     return str(client.create_experiment(name, artifact_location=location))
 
 
@@ -236,7 +249,7 @@ def register_student(pair: str, run_id: str, tags: Mapping[str, str]) -> str | N
     The version points at the student's folder and carries ``tags``; no weights are copied. None with a tracking server:
     it takes only sources among the run's own artifacts, where gigabytes of weights don't belong.
     """
-    if not tracking_uri().startswith("sqlite:"):
+    if _database() is None:
         return None
     folder = main_checkout().resolve() / "artifacts" / "distill" / pair
     with _store() as client:
@@ -260,8 +273,7 @@ def register_student(pair: str, run_id: str, tags: Mapping[str, str]) -> str | N
 
 def find_pair(pair: str, fingerprint: str) -> str | None:
     """Run id of the row of (``pair``, ``fingerprint``); None where the store has none, or isn't there."""
-    local = main_checkout().resolve() / "mlflow.db"
-    if tracking_uri() == f"sqlite:///{local}" and not local.is_file():
+    if (database := _database()) is not None and not database.is_file():
         return None  # asking would make an empty one
     with _store() as client:
         experiment = client.get_experiment_by_name(PAIRS)

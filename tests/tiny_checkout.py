@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,30 @@ WORDS = (
     "and",
     "rain",
 )
+
+READ_ROWS = """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient(sys.argv[1])
+runs = client.search_runs([client.get_experiment_by_name("pairs").experiment_id])
+def names(run, path=None):
+    for entry in client.list_artifacts(run.info.run_id, path):
+        if entry.is_dir:
+            yield from names(run, entry.path)
+        else:
+            yield entry.path
+print(json.dumps([r.data.to_dictionary() | {
+    "status": r.info.status,
+    "artifacts": sorted(names(r)),
+    "datasets": sorted([i.dataset.name, i.dataset.digest] for i in r.inputs.dataset_inputs),
+    "versions": len(client.search_model_versions(f"run_id = '{r.info.run_id}'")),
+} for r in runs]))
+"""
+
+
+def say(sentence: str) -> None:
+    """One line with the time, for those who watch a long test."""
+    print(f"{time.strftime('%H:%M:%S')} {sentence}", flush=True)
 
 
 def documents(count: int) -> list[str]:
@@ -172,3 +197,7 @@ class Checkout:
 
     def read(self, path: str) -> Any:
         return json.loads((self.root / path).read_text())
+
+    def rows(self, uri: str = "sqlite:///mlflow.db") -> list[dict[str, Any]]:
+        """The rows of MLflow's experiment *pairs*: data, status, names of artifacts and inputs, registered versions."""
+        return json.loads(self.command(sys.executable, "-W", "ignore", "-c", READ_ROWS, uri).strip().splitlines()[-1])

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_a_killed_writer_leaves_the_target_alone(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert (tmp_path / "f").read_bytes() == b"old"
+    assert len(leftovers(tmp_path)) == 1
+    with atomic_path(tmp_path / "f") as other:  # of a writer that lives
+        write_bytes(tmp_path / "f", b"new")
+        assert leftovers(tmp_path) == [other.name]
+        other.write_bytes(b"newer")
+    assert (tmp_path / "f").read_bytes() == b"newer"
 
 
 def test_json_round_trip_refuses_nan(tmp_path: Path) -> None:
@@ -124,6 +131,20 @@ def test_atomic_folder_replaces_or_leaves_alone(tmp_path: Path) -> None:
         (scratch / "c").write_text("3")
     assert [path.name for path in target.iterdir()] == ["c"]
     assert leftovers(tmp_path) == []
+
+
+def test_a_folder_that_a_killed_writer_left_goes_with_the_next(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    here = os.uname().nodename
+    ours, live = f".out.{here}-{dead.pid}-abc.part", f".out.{here}-{os.getpid()}-abc.part"
+    names = [ours, live, f".out.elsewhere-{dead.pid}-abc.part", f".out.json.{here}-1-abc.part", ".out.abc.part"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").touch()
+    with atomic_folder(tmp_path / "out"):
+        pass
+    assert sorted(leftovers(tmp_path)) == sorted(names[1:])
 
 
 def test_links_share_the_disk_or_fall_back_to_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

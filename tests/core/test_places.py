@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from alambique.core.places import assets_dir, main_checkout, work_dir
+from alambique.core.places import SHIPPED, assets_dir, forget_shipped, main_checkout, work_dir
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 NAMES = ("DVC_ROOT", "ALAMBIQUE_ASSETS", "ALAMBIQUE_WORK")
@@ -66,6 +66,17 @@ def test_prune_forgets_only_old_work_that_no_cache_uses(here: Path) -> None:
     assert left == {"used.safetensors", "used.json", "new.safetensors", "step_00000001", "new"}
     subprocess.run([*command, "DAYS=28"], env={**os.environ, "ALAMBIQUE_WORK": "scratch dir"}, check=True)
     assert {path.name for path in (here / "scratch dir").glob("*/*/*")} == {"used.safetensors", "used.json"}
+
+
+def test_checkpoints_of_shipped_students_are_forgotten(here: Path) -> None:
+    for name in ("done", "latest", "running"):
+        (here / ".work/distill" / name / "step_00000001").mkdir(parents=True)
+    for name in ("done", "latest"):
+        (here / ".work/distill" / name / SHIPPED).touch()
+    forget_shipped(spare=work_dir() / "distill/latest")
+    assert {path.name for path in here.glob(".work/distill/*")} == {"latest", "running"}
+    forget_shipped()
+    assert {path.name for path in here.glob(".work/distill/*")} == {"running"}
 
 
 def test_prune_of_nothing(here: Path) -> None:

@@ -127,6 +127,13 @@ class Project:
         self.processes.append(process)
         return process
 
+    def make_repro(self) -> subprocess.Popen[bytes]:
+        """`make repro`, in this Python's environment."""
+        command = ["make", "-f", str(ROOT / "Makefile"), "-o", ".venv/.ok", "repro"]
+        process = subprocess.Popen(command, cwd=self.root, env=self.env)
+        self.processes.append(process)
+        return process
+
     def run(self, *words: str, module: str = "pipeline.run", **env: str) -> tuple[int, str]:
         code = self.start(*words, module=module, **env).wait(120)
         return code, self.output()
@@ -143,19 +150,19 @@ class Project:
         wait_for(lambda: file.is_file() and len(file.read_text().split()) == 2, 30)
         return [int(pid) for pid in file.read_text().split()]
 
-    def left_behind(self) -> list[str]:
-        """Command lines of living processes whose working folder is this project."""
-        found = []
+    def left_behind(self, words: str = "") -> dict[int, str]:
+        """Living processes whose working folder is this project, with their command lines, in which are ``words``."""
+        found = {}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 if (
                     process.joinpath("cwd").resolve() == self.root
                     and process.joinpath("stat").read_text().split()[2] != "Z"
                 ):
-                    found.append(process.joinpath("cmdline").read_text().replace("\0", " "))
+                    found[int(process.name)] = process.joinpath("cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue
-        return found
+        return {pid: line for pid, line in found.items() if words in line}
 
     def assert_all_end(self, seconds: float) -> None:
         """Wait for the last process to end."""

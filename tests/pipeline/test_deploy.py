@@ -83,8 +83,8 @@ def logs(host: Host, run: str) -> str:
 
 
 @pytest.mark.skipif(
-    not os.environ.get("ALAMBIQUE_DEPLOY_TEST"),
-    reason="a minute and a half of a real server and worker: runs with ALAMBIQUE_DEPLOY_TEST=1 make test",
+    not os.environ.get("ALAMBIQUE_LONG_TESTS"),
+    reason="a minute and a half of a real server and worker: runs with ALAMBIQUE_LONG_TESTS=1",
 )
 @pytest.mark.slow
 def test_a_laptop_submits_and_a_worker_works(host: Host) -> None:

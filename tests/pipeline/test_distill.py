@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from alambique.core.errors import UserError
 from alambique.core.files import read_json, sha256_file, write_json, write_manifest
 from alambique.core.params import Params
+from alambique.core.places import SHIPPED
 from alambique.core.products import fast_dtype
 from alambique.core.progress import PROGRESS_FILE
 from alambique.core.sources import content_sha256
@@ -154,7 +155,7 @@ def test_results_and_lineage(project: Path) -> None:
     for said in (params()["teachers"]["big"]["model"], "`file:corpus.txt` (sha256 555", *manifest["lineage"].values()):
         assert said in card
     assert "ce_weight = 0.1" in card
-    assert not list(Path(".work/distill").iterdir())  # checkpoints went when the model was in place
+    assert [path.name for path in Path(".work/distill").glob("*/*") if path.is_file()] == [SHIPPED]
 
 
 def change(**settings: Any) -> None:
@@ -209,6 +210,17 @@ def test_a_second_run_ships_the_same_bytes(project: Path, whole: dict[str, bytes
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "manifest.json"} <= set(whole)
     distill.run("half")
     assert shipped() == whole
+    assert read_json(RESULTS)["resumed_from_step"] == 0
+    # Killed before DVC had recorded it: DVC removes what it doesn't know, and runs the job again.
+    shutil.rmtree(OUT)
+    distill.run("half")
+    assert shipped() == whole
+    assert read_json(RESULTS)["resumed_from_step"] == STEPS - 1
+    # The next training forgets those checkpoints.
+    change(seed=1)
+    distill.run("half")
+    assert len(list(Path(".work/distill").iterdir())) == 1
+    assert read_json(RESULTS)["resumed_from_step"] == 0
 
 
 def wait_for_steps(progress: Path, steps: int, process: subprocess.Popen[str]) -> None:
@@ -274,7 +286,6 @@ def test_what_several_processes_hold_is_shipped_as_that_of_one(
     manifest, wanted = json.loads(shipped()["manifest.json"]), json.loads(whole["manifest.json"])
     assert manifest.pop("device") == f"2 x {wanted.pop('device')}"
     assert manifest == wanted
-    assert not list(Path(".work/distill").iterdir())
 
 
 def test_memory_that_ran_out_starts_all_processes_again(

@@ -3,14 +3,12 @@
 One checkout serves the whole file, in order: each test changes one thing and looks at which stages ran.
 """
 
-import json
 import resource
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -150,16 +148,6 @@ def test_a_second_pair_leaves_the_teacher_alone(checkout: Checkout) -> None:
     assert checkout.read("results/distill/tiny_most.json")["steps"] == 4
 
 
-def rows(checkout: Checkout) -> list[dict[str, Any]]:
-    """The rows of experiment *pairs* in the checkout's own database."""
-    script = (
-        "import json, mlflow; mlflow.set_tracking_uri('sqlite:///mlflow.db');"
-        "runs = mlflow.search_runs(experiment_names=['pairs'], output_format='list');"
-        "print(json.dumps([r.data.to_dictionary() | {'status': r.info.status} for r in runs]))"
-    )
-    return json.loads(checkout.command(sys.executable, "-W", "ignore", "-c", script).strip().splitlines()[-1])
-
-
 FIGURES = {
     "teacher/peak_mib",
     "teacher/tokens_per_s",
@@ -171,7 +159,7 @@ FIGURES = {
 
 def test_one_complete_row_per_pair_and_fingerprint(checkout: Checkout) -> None:
     """Rows so far: tiny_half three times (first, another learning rate, another limit) and tiny_most once."""
-    found = rows(checkout)
+    found = checkout.rows()
     assert sorted(row["tags"]["pair"] for row in found) == ["tiny_half", "tiny_half", "tiny_half", "tiny_most"]
     assert len({row["tags"]["fingerprint"] for row in found}) == 4
     assert all(row["metrics"].keys() >= FIGURES for row in found)
@@ -186,7 +174,7 @@ def test_an_experiment_in_a_copy_writes_its_row_into_the_checkout(checkout: Chec
     )
     assert set(checkout.stages_run(output)) == {"evaluate@distill-tiny_half-tiny", "report@tiny_half"}
     assert (checkout.root / "params.yaml").read_text() == params
-    (row,) = [row for row in rows(checkout) if row["tags"].get("dvc_exp") == "slower"]
+    (row,) = [row for row in checkout.rows() if row["tags"].get("dvc_exp") == "slower"]
     assert row["status"] == "FINISHED"
     assert row["tags"]["pair"] == "tiny_half"
     assert row["params"]["distill.learning_rate"] == "0.001"

@@ -265,7 +265,7 @@ def test_without_a_server_a_stage_brings_its_own(bare_project: Any, prefect_data
     code, output = bare_project.run("evaluate", "ok")
     assert code == 0
     assert "Prefect" not in output
-    assert bare_project.left_behind() == []
+    assert bare_project.left_behind() == {}
     with sqlite3.connect(home / "prefect.db") as database:
         latest = "(select id from flow_run order by created desc limit 1)"
         runs = database.execute(f"select name, state_type from flow_run where id = {latest}").fetchall()
@@ -287,7 +287,7 @@ def parent_of(pid: int) -> int:
 
 
 def assert_nothing_left(project: Any) -> None:
-    assert project.left_behind() == []
+    assert project.left_behind() == {}
     for lock in (project.root / ".work").glob("*/*"):
         if lock.parent.name in ("slots", "locks"):
             with lock.open() as stream:

@@ -8,19 +8,25 @@ import pytest
 
 from alambique.core.errors import UserError
 from pipeline import repro
+from tests.pipeline.conftest import wait_for
 
 
 @pytest.mark.slow
 def test_a_run_with_its_own_server_and_one_with_nothing_to_do(bare_project: Any, prefect_database: Path) -> None:
+    """The server is killed as soon as it is there, and another one takes its place."""
     bare_project.make_checkout("ok")
     (bare_project.root / ".prefect").mkdir()
     shutil.copy(prefect_database, bare_project.root / ".prefect" / "prefect.db")
-    code, output = bare_project.run(module="pipeline.repro", PATH="/usr/bin:/bin")
+    process = bare_project.start(module="pipeline.repro", PATH="/usr/bin:/bin")
+    wait_for(lambda: "Prefect shows the jobs at http://127.0.0.1:" in bare_project.output(), 30)
+    for pid in bare_project.left_behind("prefect server start"):
+        os.kill(pid, signal.SIGKILL)
+    code, output = process.wait(120), bare_project.output()
     assert code == 0, output
-    assert "Prefect shows the jobs at http://127.0.0.1:" in output
+    assert "again while this runs" in output
     assert "LAST SCREEN" in output
     assert "Prefect can't" not in output
-    assert bare_project.left_behind() == []
+    assert bare_project.left_behind() == {}
     assert [bare_project.attempts(*words) for words in (("prepare", "ok"), ("distill", "ok"), ("report", "ok"))] == [
         1,
         1,
@@ -56,13 +62,19 @@ def test_a_failing_stage_gives_its_exit_status_and_no_last_screen(project: Any) 
         ("repro", signal.SIGKILL),
         ("dvc", signal.SIGTERM),
         ("dvc", signal.SIGKILL),
+        ("make", signal.SIGKILL),
     ],
 )
 def test_stopping_leaves_nothing(project: Any, victim: str, number: signal.Signals) -> None:
     project.make_checkout("sleep")
-    process = project.start(module="pipeline.repro")
+    process = project.make_repro() if victim == "make" else project.start(module="pipeline.repro")
     project.started_pids()
-    victims = {"terminal": group_of, "repro": lambda pid: [pid], "dvc": lambda pid: [child_of(pid)]}
+    victims = {
+        "make": lambda pid: [pid],
+        "terminal": group_of,
+        "repro": lambda pid: [pid],
+        "dvc": lambda pid: [child_of(pid)],
+    }
     for pid in victims[victim](process.pid):
         os.kill(pid, number)
     assert process.wait(20) != 0
@@ -156,6 +168,51 @@ def stat(path: Path, field: int) -> int:
         return int(path.read_text().rpartition(")")[2].split()[field])
     except OSError:
         return -1
+
+
+LOCK = """schema: '2.0'
+stages:
+  prepare@tiny:
+    cmd: exec python -m pipeline.run prepare tiny
+    deps:
+    - path: pipeline/prepare.py
+      hash: md5
+      md5: 0123456789abcdef0123456789abcdef
+      size: 2843
+    params:
+      params.yaml:
+        prepare:
+          seed: 0
+        teachers.tiny.model: file:models/tiny
+    outs:
+    - path: artifacts/prepare/tiny
+      hash: md5
+      md5: 0123456789abcdef0123456789abcdef.dir
+      size: 25102
+      nfiles: 3
+"""
+
+
+def test_a_dvc_lock_that_dvc_would_refuse_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cut at any byte: it is removed, or DVC takes it."""
+    from dvc.schema import COMPILED_LOCKFILE_SCHEMA
+    from dvc.utils.serialize import parse_yaml
+
+    path = tmp_path / "dvc.lock"
+    repro.mend_lock(path)  # nothing there, nothing said
+    kept = 0
+    for length in range(len(LOCK)):
+        path.write_text(LOCK[:length])
+        repro.mend_lock(path)
+        if path.exists():
+            kept += 1
+            COMPILED_LOCKFILE_SCHEMA(parse_yaml(LOCK[:length], path))
+    assert kept == 12
+    capsys.readouterr()
+    path.write_text(LOCK)
+    repro.mend_lock(path)
+    assert path.read_text() == LOCK
+    assert capsys.readouterr().err == ""
 
 
 def test_a_half_written_rwlock_is_removed_and_a_whole_one_kept(

@@ -65,7 +65,7 @@ def test_cpu_stage_stopped_leaves_nothing(bare_project: Any, number: signal.Sign
     process.send_signal(number)  # DVC's own SIGTERM arrives twice
     assert process.wait(10) == 75
     assert (bare_project.root / "seen" / "saved").exists()
-    assert bare_project.left_behind() == []
+    assert bare_project.left_behind() == {}
 
 
 def test_wrong_environment_value_is_one_sentence(bare_project: Any) -> None:

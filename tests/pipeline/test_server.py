@@ -16,6 +16,17 @@ def test_a_taken_port_is_replaced() -> None:
     assert server.free_port(port) == port
 
 
+def test_a_reserved_port_is_not_given_twice() -> None:
+    """Nothing listens on either yet, as between the start of two runs and their first GPU stage."""
+    wanted = server.free_port()
+    with server.reserved_port(wanted) as first:
+        assert first == wanted
+        with server.reserved_port(wanted) as second:
+            assert second != wanted
+    with server.reserved_port(wanted) as again:
+        assert again == wanted
+
+
 def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_READY_SECONDS", 0.3)
     url = server.url_of(server.free_port())

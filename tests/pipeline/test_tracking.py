@@ -174,7 +174,7 @@ def test_a_row_that_a_kill_left_incomplete_is_completed(mlflow_database: Path, m
 
 @pytest.mark.slow
 def test_four_writers_on_a_new_database(checkout: Path) -> None:
-    """Each writes a row of its own and one that all share."""
+    """Each, in a checkout of its own, writes a row of its own and one that all share."""
     code = """
 import sys
 from pathlib import Path
@@ -184,10 +184,17 @@ for fingerprint in ("a" * 16, sys.argv[1] * 16):
     run = record_pair("p", fingerprint, params, {"distill/y": 2.0}, {"dvc:x": "abc"}, [Path("params.yaml")])
     register_student("p", run, {"dvc_md5": "abc"})
 """
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{checkout}/mlflow.db",
+    }
 
     def write(name: str) -> int:
-        return subprocess.run([sys.executable, "-c", code, name], cwd=checkout, env=env, check=False).returncode
+        other = checkout / name
+        other.mkdir()
+        shutil.copy("params.yaml", other)
+        return subprocess.run([sys.executable, "-c", code, name], cwd=other, env=env, check=False).returncode
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(write, "bcde")) == [0, 0, 0, 0]

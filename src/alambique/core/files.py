@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -43,14 +44,35 @@ def sha256_json(value: Any) -> str:
     return sha256_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
 
+def _prefix(target: Path) -> str:
+    """How scratch names for ``target`` begin, with our process id; what killed writers of it have left is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    ours = f".{target.name}.{os.uname().nodename}-"  # other hosts, on a shared disk, have process ids of their own
+    for left in target.parent.glob(f"{glob.escape(ours)}*.part"):
+        writer = left.name.removeprefix(ours).partition("-")[0]
+        if writer.isdigit() and not _is_alive(int(writer)):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    return f"{ours}{os.getpid()}-"
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 @contextlib.contextmanager
 def atomic_path(target: Path) -> Iterator[Path]:
     """Give a scratch path beside ``target`` to write a file to; on success it replaces ``target``, synced to disk.
 
-    An exception or a kill leaves ``target`` as it was. Scratch files are called ``.NAME.*.part``.
+    An exception or a kill leaves ``target`` as it was. Scratch files are called ``.NAME.HOST-PID-*.part``, and
+    the next writer removes those of killed ones.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    handle, name = tempfile.mkstemp(prefix=_prefix(target), suffix=".part", dir=target.parent)
     os.close(handle)
     scratch = Path(name)
     try:
@@ -87,8 +109,7 @@ def read_json(path: Path, remedy: str = "") -> Any:
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Give an empty scratch folder that becomes ``target`` on success, replacing what was there."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=_prefix(target), suffix=".part", dir=target.parent))
     try:
         yield scratch
         for path in scratch.rglob("*"):

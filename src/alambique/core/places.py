@@ -1,9 +1,11 @@
 """Folders outside DVC: they belong to the main checkout, so that experiments in temporary copies share them."""
 
 import os
+import shutil
 from pathlib import Path
 
 _EXPERIMENTS = "/.dvc/tmp/exps/"  # where `dvc exp run --temp` and `--queue` put their copies of the checkout
+SHIPPED = "shipped"  # a file in the scratch folder of a training that has ended
 
 
 def main_checkout() -> Path:
@@ -23,3 +25,13 @@ def assets_dir() -> Path:
 def work_dir() -> Path:
     """Checkpoints and captured shards that survive a kill: ``ALAMBIQUE_WORK``, or ``.work`` in the main checkout."""
     return Path(os.environ.get("ALAMBIQUE_WORK") or main_checkout() / ".work")
+
+
+def forget_shipped(spare: Path | None = None) -> None:
+    """Remove the checkpoints of trainings whose student is shipped, but for those in ``spare``.
+
+    They outlive their job, because a kill may come before DVC has recorded what it made: DVC then runs it again.
+    """
+    for mark in work_dir().glob(f"distill/*/{SHIPPED}"):
+        if mark.parent != spare:
+            shutil.rmtree(mark.parent, ignore_errors=True)
