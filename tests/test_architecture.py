@@ -228,7 +228,10 @@ def test_tests_mirror_the_tree() -> None:
 
 
 # Tests of properties that no single module owns.
-WHOLE_HOUSE = {"architecture", "public_api", "contract", "end_to_end", "presets", "loss_cases", "compiles", "on_gpu"}
+WHOLE_HOUSE = {
+    "architecture", "public_api", "contract", "end_to_end", "presets", "loss_cases", "compiles", "on_gpu",
+    "in_a_browser",
+}  # fmt: skip
 
 
 def test_the_readme_tree_is_the_tree() -> None:
