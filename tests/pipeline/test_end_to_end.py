@@ -110,6 +110,16 @@ def test_nothing_changed_nothing_runs(checkout: Checkout) -> None:
     assert time.monotonic() - started < 5
 
 
+def test_nothing_changed_in_twenty_pairs(tmp_path: Path) -> None:
+    many = Checkout(tmp_path / "many")
+    many.build_pairs(20)
+    started = time.monotonic()
+    output = many.command("dvc", "repro")
+    assert time.monotonic() - started < 5
+    assert many.stages_run(output) == []
+    assert "report@pair_19" in output
+
+
 def test_no_artifact_is_on_the_disk_twice(checkout: Checkout) -> None:
     """A file that the cache knew already, such as a teacher's tokenizer, stays a copy until `dvc checkout --relink`."""
     assert checkout.not_linked("*.safetensors") == []
