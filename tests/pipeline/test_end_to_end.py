@@ -111,7 +111,7 @@ def test_nothing_changed_nothing_runs(checkout: Checkout) -> None:
 
 
 def test_nothing_changed_in_twenty_pairs(tmp_path: Path) -> None:
-    """205 stages. The target of 5 s is missed: DVC's own code takes about 7 s on the reference machine (docs/log.md)."""
+    """205 stages. The target of 5 s is missed: DVC itself takes about 7 s on the reference machine (docs/log.md)."""
     many = Checkout(tmp_path / "many")
     many.build_pairs(20)
     slow, _ = cpu_seconds(many, sys.executable, "-c", "import alambique.scoring")
