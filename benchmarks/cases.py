@@ -149,4 +149,10 @@ CASES: dict[str, Case] = {
         ("tests/benchmarks/test_ladder.py", "tests/test_heldout.py", *_LADDER_TESTS),
         _LADDER_CODE,
     ),
+    "orchestration": Case(
+        "what DVC, Prefect and MLflow cost over the bare jobs, and a run of 20 pairs with nothing to do",
+        "benchmarks.orchestration",
+        tuple(f"tests/pipeline/test_{name}.py" for name in ("run", "repro", "jobs")),
+        ("pipeline", "benchmarks/orchestration.py"),
+    ),
 }

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from alambique.report import cost_rows, quality_rows
 from pipeline import tracking
 
 _WIDTH = 100
+_COMPARED = 8  # assumption: more columns than this nobody compares; the table lets one choose
 
 
 def show(results: Path = Path("results"), console: Console | None = None) -> None:
@@ -31,16 +32,18 @@ def show(results: Path = Path("results"), console: Console | None = None) -> Non
     params = Params.load()
     pairs = params.keys("pairs")
     reports = [path for pair in pairs if (path := results / "report" / f"{pair}.json").is_file()]
-    for path in reports:
-        _show_pair(console, json.loads(path.read_text()), path.with_suffix(".html"))
+    run_ids = [_show_pair(console, json.loads(path.read_text()), path.with_suffix(".html")) for path in reports]
     if reports:
         _print(console, "all pairs", [str(write_index(results / "report"))])
+        with contextlib.suppress(*tracking.failures()):
+            _print(console, "MLflow", _links([run_id for run_id in run_ids if run_id is not None]))
         _print(console, "try next", _ideas(pairs, params))
     else:
         console.print("No pair has a report yet: `make repro` without T= makes them all.")
 
 
-def _show_pair(console: Console, summary: dict[str, Any], page: Path) -> None:
+def _show_pair(console: Console, summary: dict[str, Any], page: Path) -> str | None:
+    """Print one pair; its row in MLflow, if there is one."""
     console.print()
     console.print(_table(summary))
     model = f"artifacts/distill/{summary['pair']}"
@@ -52,9 +55,21 @@ def _show_pair(console: Console, summary: dict[str, Any], page: Path) -> None:
     for label, text in lines:
         _print(console, label, text)
     with contextlib.suppress(*tracking.failures()):  # a broken store must not hide the result
-        run_id = tracking.find_pair(summary["pair"], summary["fingerprint"])
-        if run_id is not None:
-            _print(console, "MLflow", ["`make ui`, then", tracking.run_link(run_id)])
+        return tracking.find_pair(summary["pair"], summary["fingerprint"])
+    return None
+
+
+def _links(run_ids: list[str]) -> Iterator[str]:
+    """Pages of MLflow: the table of pairs, one row, or some compared."""
+    if not run_ids:
+        return
+    yield "`make ui`, then"
+    if (table := tracking.table_link()) is not None:
+        yield table
+    if len(run_ids) == 1:
+        yield tracking.run_link(run_ids[0])
+    elif len(run_ids) <= _COMPARED:
+        yield tracking.compare_link(run_ids)
 
 
 def _table(summary: dict[str, Any]) -> Table:

@@ -1,6 +1,6 @@
 """Stage report@PAIR: one JSON, one page as HTML and as Markdown with plots, and one row in MLflow."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,17 @@ def _plots(summary: dict[str, Any], points: list[dict[str, float]]) -> dict[str,
     }
 
 
+def columns(metrics: Iterable[str]) -> list[str]:
+    """What MLflow's table of pairs shows of a row: how good the student is, then what it cost."""
+    quality = ["eval/kl_nats", "eval/agreement", "eval/perplexity"]
+    aside = ("_before", "_teacher", "_stderr", "calibration_error")
+    quality += [
+        name for name in metrics if name.startswith("eval/") and name not in quality and not name.endswith(aside)
+    ]
+    costs = [f"{stage}/{name}" for stage in ("distill", "teacher") for name in ("peak_mib", "tokens_per_s")]
+    return [*quality, *costs, "teacher/cache_bytes_per_token", "student/bf16_gb"]
+
+
 def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Path]) -> None:
     """Write the row; files are logged one by one, a folder's too."""
     hashes = tracking.dvc_hashes(pair)
@@ -89,14 +100,16 @@ def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Pa
         if path in hashes
     ]
     files = [file for path in files for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    metrics = mlflow_metrics(summary)
     run_id = tracking.record_pair(
         pair,
         summary["fingerprint"],
         config.flat,
-        mlflow_metrics(summary),
+        metrics,
         tags,
         [*files, Path("params.yaml")],
         datasets,
+        columns(metrics),
     )
     lineage = {f"{who}_model": " ".join(model.values()) for who, model in summary["models"].items()}
     lineage |= {"teacher": config.teacher, "fingerprint": summary["fingerprint"]}

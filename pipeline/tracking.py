@@ -27,6 +27,8 @@ from alambique.core.places import main_checkout
 PAIRS, JOBS = "pairs", "jobs"
 UI_ADDRESS = "http://127.0.0.1:5000"  # where `make ui` serves
 FINGERPRINT_TAG = "fingerprint"
+# A view that MLflow's pages open by its key: what "Share view" stores (read from the page's source, 3.17.2).
+_VIEW, _VIEW_TAG = "figures", "mlflow.sharedViewState.figures"
 _PARAM_CHARACTERS = 6000  # mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
 _TAG_CHARACTERS = 8000  # mlflow.utils.validation.MAX_TAG_VAL_LENGTH
 _BATCH = 100  # mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH
@@ -178,11 +180,13 @@ def record_pair(
     tags: Mapping[str, str],
     artifacts: Sequence[Path],
     datasets: Iterable[Dataset] = (),
+    columns: Sequence[str] = (),
 ) -> str:
     """Write the one row of (``pair``, ``fingerprint``) in experiment *pairs*, or update it; return its run id.
 
     ``params`` is flat, by dotted name; ``metrics`` are named ``teacher/…``, ``distill/…``, ``eval/…``. Tags for the
     pair, the fingerprint, Git and a DVC experiment are added here. A row left incomplete by a kill is completed.
+    ``columns`` names the metrics that :func:`table_link` shows, sorted by the first, least on top.
     """
     all_tags = {"pair": pair, **git_state(), **tags}
     if experiment := os.environ.get("DVC_EXP_NAME"):
@@ -202,6 +206,8 @@ def record_pair(
         for path in artifacts:
             client.log_artifact(run.info.run_id, str(path))
         client.set_terminated(run.info.run_id)
+        if columns:
+            client.set_experiment_tag(experiment_id, _VIEW_TAG, _view(columns))
     return str(run.info.run_id)
 
 
@@ -282,6 +288,23 @@ def find_pair(pair: str, fingerprint: str) -> str | None:
         query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
         found = client.search_runs([experiment.experiment_id], query, max_results=1)
     return str(found[0].info.run_id) if found else None
+
+
+def _view(columns: Sequence[str]) -> str:
+    keys = [f"metrics.`{_name(name)}`" for name in columns]
+    widths = {key: 30 + 7 * len(name) for key, name in zip(keys, columns, strict=True)}  # pixels: names in full
+    state = {"selectedColumns": keys, "columnOrder": keys, "columnWidths": widths}
+    return json.dumps({**state, "orderByKey": keys[0], "orderByAsc": True})
+
+
+def table_link() -> str | None:
+    """Address of the table of pairs with its metrics while `make ui` runs; None without a row that brought columns."""
+    with _store() as client:
+        experiment = client.get_experiment_by_name(PAIRS)
+    if experiment is None or _VIEW_TAG not in experiment.tags:
+        return None
+    query = f"workflowType=machine_learning&viewStateShareKey={_VIEW}"  # else the pages open for generative AI
+    return f"{UI_ADDRESS}/#/experiments/{experiment.experiment_id}/runs?{query}"
 
 
 def run_link(run_id: str) -> str:

@@ -230,7 +230,7 @@ def test_tests_mirror_the_tree() -> None:
 # Tests of properties that no single module owns.
 WHOLE_HOUSE = {
     "architecture", "public_api", "contract", "end_to_end", "presets", "loss_cases", "compiles", "on_gpu", "kills",
-    "four_checkouts",
+    "four_checkouts", "in_a_browser",
 }  # fmt: skip
 
 

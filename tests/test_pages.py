@@ -13,6 +13,7 @@ from alambique.core.errors import UserError
 from alambique.core.files import write_json
 from alambique.pages import TEMPLATES, index_page, inline, kl_points, pair_page, write_index
 from alambique.report import read_curve, summarise
+from tests.browser import CHROMIUM, browser
 from tests.tiny_results import BENCHMARKS, write_results
 
 HOSTILE = '<script>alert("x")</script> & $\\frac{1}'
@@ -230,3 +231,21 @@ def test_plots_in_a_page_keep_their_own_ids(summary: Any) -> None:
     assert set(re.findall(r' id="(.*?)"', first)).isdisjoint(re.findall(r' id="(.*?)"', second))
     for target in re.findall(r'href="#(.*?)"', first):
         assert f' id="{target}"' in first
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
+def test_nothing_is_cut_on_a_desk_or_a_phone(summary: Any, curve: Any, tmp_path: Path) -> None:
+    """Neither page is wider than the window, nor the table over all pairs wider than its place."""
+    summary["benchmarks"] = dict.fromkeys(("boolq", "hellaswag", "mmlu"), summary["benchmarks"]["boolq"])
+    index = [{**summary, "pair": f"llama31_8b_pruned_3b_{number}", "page": "p.html"} for number in range(2)]
+    pages = {"index": index_page(index), "p": pair_page(summary, curve, SETTINGS, "artifacts/distill/p")}
+    wide = "[...document.querySelectorAll('html, .wide-table')].filter(e => e.scrollWidth > e.clientWidth).length"
+    with browser(tmp_path / "profile") as screen:
+        for name, page in pages.items():
+            (tmp_path / f"{name}.html").write_text(page)
+            screen.open((tmp_path / f"{name}.html").as_uri())
+            assert "0.450" in screen.text_with("0.450")
+            for width in (1400, 1100, 390):
+                screen.look(width)
+                assert screen.value("innerWidth") == width
+                assert screen.value(wide) == 0, (name, width)

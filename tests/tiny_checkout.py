@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from alambique.core.params import Params
 from alambique.core.sources import content_sha256
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,6 +121,35 @@ def tiny_params(root: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# `dvc commit` would write dvc.lock once for each stage.
+ALL_DONE = """
+import json
+from pathlib import Path
+from dvc.repo import Repo
+from dvc.stage.serialize import to_single_stage_lockfile
+from ruamel.yaml import YAML
+
+repo = Repo()
+for stage in repo.index.stages:
+    for out in stage.outs:
+        path = Path(out.def_path) if Path(out.def_path).suffix else Path(out.def_path, "file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(out.def_path)
+stages, code = {}, {}
+with repo.lock:
+    for stage in repo.index.stages:
+        for each in [*stage.deps, *stage.outs]:
+            if each.def_path in code:
+                each.hash_info, each.meta = code[each.def_path]
+                continue
+            each.save()
+            if each.def_path.startswith(("src/", "pipeline/")):
+                code[each.def_path] = each.hash_info, each.meta
+        stages[stage.name] = to_single_stage_lockfile(stage)
+YAML().dump(json.loads(json.dumps({"schema": "2.0", "stages": stages})), Path("dvc.lock"))
+"""
+
+
 class Checkout:
     """A git checkout with the project's code, its own data, and one Prefect server for all runs."""
 
@@ -135,16 +165,32 @@ class Checkout:
         self.params: dict[str, Any] = {}
 
     def build(self) -> None:
-        for name in ("pipeline", "src", "evals"):
-            shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        for name in ("dvc.yaml", ".dvcignore", ".dvc/config", ".dvc/.gitignore", ".gitignore"):
-            (self.root / name).parent.mkdir(exist_ok=True)
-            shutil.copy(ROOT / name, self.root / name)
+        self._copy_code()
         texts = documents(120)
         (self.root / "corpus.txt").write_text("\n\n".join(texts))
         build_model(self.root / "models/tiny", texts)
         self._add_benchmark()
         self.params = tiny_params(self.root)
+        self._start_git()
+
+    def build_pairs(self, count: int) -> None:
+        """The project with ``count`` pairs, as if all were done: made-up outputs, and a dvc.lock that knows them."""
+        self.root.mkdir(exist_ok=True)
+        self._copy_code()
+        self.params = Params.load(ROOT / "params.yaml").tree
+        (pair,) = self.params["pairs"].values()
+        self.params["pairs"] = {f"pair_{number:02}": pair for number in range(count)}
+        self._start_git()
+        self.command(sys.executable, "-c", ALL_DONE)
+
+    def _copy_code(self) -> None:
+        for name in ("pipeline", "src", "evals"):
+            shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        for name in ("dvc.yaml", ".dvcignore", ".dvc/config", ".dvc/.gitignore", ".gitignore"):
+            (self.root / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
+
+    def _start_git(self) -> None:
         self.write_params()
         self.command("git", "init", "-q", ".")
         self.command("git", "add", "-A")

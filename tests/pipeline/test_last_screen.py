@@ -74,6 +74,18 @@ def test_the_link_leads_to_the_row(checkout: Path) -> None:
     assert tracking.run_link(run_id) in shown()
 
 
+def test_two_pairs_have_a_link_to_their_comparison(checkout: Path) -> None:
+    write_report(checkout)
+    summary = json.loads(Path("results/report/p.json").read_text())
+    Path("results/report/unfinished.json").write_text(json.dumps({**summary, "pair": "unfinished"}))
+    ids = [tracking.record_pair(pair, "f" * 16, {}, {"eval/kl_nats": 0.4}, {}, [], columns=["eval/kl_nats"])
+           for pair in ("p", "unfinished")]  # fmt: skip
+    text = shown()
+    assert str(tracking.table_link()) in text
+    assert tracking.compare_link(ids) in text
+    assert tracking.run_link(ids[0]) not in text
+
+
 def test_a_broken_store_does_not_hide_the_result(checkout: Path) -> None:
     write_report(checkout)
     Path("mlflow.db").write_text("not a database, but long enough to be looked at by sqlite" * 40)

@@ -115,3 +115,12 @@ def test_the_page_tells_the_commit_and_whether_files_differed(checkout: Path, mo
     html = Path("results/report/p.html").read_text()
     assert f"git checkout {'c' * 40}" in html
     assert "Files differed from this commit" in html
+
+
+def test_the_columns_of_mlflows_table_are_the_students_figures_and_the_costs() -> None:
+    metrics = ["eval/kl_nats", "eval/kl_nats_before", "eval/boolq_acc", "eval/boolq_stderr", "eval/boolq_acc_teacher"]
+    assert report.columns([*metrics, "eval/calibration_error", "gap_recovered/boolq"]) == [
+        "eval/kl_nats", "eval/agreement", "eval/perplexity", "eval/boolq_acc",
+        "distill/peak_mib", "distill/tokens_per_s", "teacher/peak_mib", "teacher/tokens_per_s",
+        "teacher/cache_bytes_per_token", "student/bf16_gb",
+    ]  # fmt: skip

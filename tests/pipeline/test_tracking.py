@@ -1,4 +1,5 @@
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -159,6 +160,21 @@ def test_one_complete_row_per_pair_and_fingerprint(mlflow_database: Path, checko
         "http://127.0.0.1:5000/#/compare-runs?"
         f"runs=%5B%22{run_id}%22%2C%22{other}%22%5D&experiments=%5B%22{experiment.experiment_id}%22%5D"
     )
+
+
+def test_the_table_of_pairs_has_its_columns_in_its_link(mlflow_database: Path) -> None:
+    record()
+    assert tracking.table_link() is None
+    record(columns=["eval/kl_nats", "eval/boolq@acc"])
+    experiment = store().get_experiment_by_name("pairs")
+    assert tracking.table_link() == (
+        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs"
+        "?workflowType=machine_learning&viewStateShareKey=figures"
+    )
+    view = json.loads(experiment.tags["mlflow.sharedViewState.figures"])
+    assert view["selectedColumns"] == view["columnOrder"] == ["metrics.`eval/kl_nats`", "metrics.`eval/boolq_acc`"]
+    assert (view["orderByKey"], view["orderByAsc"]) == ("metrics.`eval/kl_nats`", True)
+    assert set(view["columnWidths"]) == set(view["columnOrder"])
 
 
 def test_a_row_that_a_kill_left_incomplete_is_completed(mlflow_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,121 @@
+"""Case ``orchestration``: what DVC, Prefect and MLflow cost over the bare jobs, and a run in which nothing changed.
+
+The pipeline runs in a clone as `make repro` runs it, timed by the lines that DVC writes, and then each of its jobs
+alone (`python -m pipeline.STAGE KEY`) in a second clone, in the same order. Both use the downloads of this checkout, so
+that none is timed; they run one after the other, and what neighbours take from the machine in between counts: processor
+time, over all processes, is the steadier figure. ``--quick`` takes the tests' tiny checkout, whose jobs are a few
+seconds long: its share means nothing, its seconds per stage do.
+
+Last line: ``cost_s_per_stage`` and ``cost_share`` by the clock, ``cost_cpu_s_per_stage``, the number of ``stages``, and
+``noop_20_pairs_s``: the median of ``--repeats`` times `dvc repro` with 20 pairs and nothing to do.
+"""
+
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from alambique.core.errors import UserError
+from alambique.core.places import assets_dir
+from benchmarks.cases import Options, Outcome
+from benchmarks.records import ROOT
+from pipeline.jobs import command
+from tests.tiny_checkout import Checkout
+
+_PAIRS = 20  # source: the acceptance line
+
+
+@dataclass
+class Spent:
+    """Seconds by the clock, and processor seconds of all processes that were waited for."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+def run(options: Options) -> Outcome:
+    """Run both, and the run of many pairs."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = Checkout(Path(folder) / "first"), Checkout(Path(folder) / "second")
+        for place in (first, second):
+            place.root.mkdir()
+            _fill(place, options.quick)
+        jobs, whole = _orchestrated(first)
+        shutil.copy(first.root / "dvc.lock", second.root)  # a report reads what DVC knows of its chain
+        bare = {stage: _timed(second, command(words[0], words[1:])) for stage, words, _ in jobs}
+        many = Checkout(Path(folder) / "many")
+        many.build_pairs(_PAIRS)
+        idle = [_timed(many, ["dvc", "repro"]).wall_s for _ in range(options.repeats)]
+    rows: list[dict[str, Any]] = [
+        {"stage": stage, "orchestrated_s": wall_s, "bare_s": bare[stage].wall_s, "cost_s": wall_s - bare[stage].wall_s}
+        for stage, _, wall_s in jobs
+    ]
+    total = Spent(sum(one.wall_s for one in bare.values()), sum(one.cpu_s for one in bare.values()))
+    rows.append(
+        {"stage": "all", "orchestrated_s": whole.wall_s, "bare_s": total.wall_s, "cost_s": whole.wall_s - total.wall_s,
+         "orchestrated_cpu_s": whole.cpu_s, "bare_cpu_s": total.cpu_s}
+    )  # fmt: skip
+    summary = {
+        "cost_s_per_stage": (whole.wall_s - total.wall_s) / len(jobs),
+        "cost_share": (whole.wall_s - total.wall_s) / whole.wall_s,
+        "cost_cpu_s_per_stage": (whole.cpu_s - total.cpu_s) / len(jobs),
+        "stages": len(jobs),
+        "noop_20_pairs_s": median(idle),
+    }
+    note = "`all` holds the start before the first stage and the last screen too; stages are timed from one to the next"
+    return Outcome(
+        [*rows, {"stage": f"nothing to do, {_PAIRS} pairs", "orchestrated_s": median(idle)}], summary, [note]
+    )
+
+
+def _fill(place: Checkout, tiny: bool) -> None:
+    if tiny:
+        place.build()
+        return
+    place.command("git", "clone", "--quiet", str(ROOT), ".")
+    if not assets_dir().is_dir():
+        raise UserError(f"benchmarks: {assets_dir()} has no downloads to share: run `make repro` here first.")
+    place.env["ALAMBIQUE_ASSETS"] = str(assets_dir().resolve())
+
+
+def _orchestrated(place: Checkout) -> tuple[list[tuple[str, list[str], float]], Spent]:
+    """What `make repro` executed, in order: stage, the words of its job, seconds until the next; and the whole."""
+    marks, words, name = list[float](), list[tuple[str, list[str]]](), ""
+    before, began = _cpu_s(), time.monotonic()
+    output = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "pipeline.repro"], cwd=place.root, env=place.env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        for line in process.stdout or ():
+            output.append(line)
+            if found := re.match(r"Running stage '(.+)'", line):
+                name = found[1]
+                marks.append(time.monotonic())
+            elif found := re.match(r"> exec python -m pipeline\.run (.+)", line):
+                words.append((name, found[1].split()))
+            elif line.startswith("To track the changes"):  # DVC has done its last stage
+                marks.append(time.monotonic())
+    if process.returncode != 0:
+        raise UserError(f"benchmarks: `make repro` failed:\n{''.join(output[-20:])}")
+    whole = Spent(time.monotonic() - began, _cpu_s() - before)
+    marks.append(time.monotonic())
+    return [(stage, job, marks[n + 1] - marks[n]) for n, (stage, job) in enumerate(words)], whole
+
+
+def _timed(place: Checkout, words: list[str]) -> Spent:
+    before, began = _cpu_s(), time.monotonic()
+    place.command(*words)
+    return Spent(time.monotonic() - began, _cpu_s() - before)
+
+
+def _cpu_s() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
