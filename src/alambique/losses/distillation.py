@@ -17,12 +17,12 @@ from alambique.core.errors import UserError, did_you_mean
 from alambique.core.signal import Signal, TopKSignal
 from alambique.losses import chunked, dense, forward_chunked, fused, kernelled, parallel, tiled
 from alambique.losses.config import LossConfig
-from alambique.losses.task import Task, build
+from alambique.losses.task import Inputs, Task, build
 
 _log = logging.getLogger(__name__)
 
-# A path takes (hidden_ND, head_weight_VD, head_bias_V, task) and returns (differentiable loss, sums of Rows).
-Path = Callable[[Tensor, Tensor, Tensor | None, Task], tuple[Tensor, Tensor]]
+# A path returns the differentiable loss and the weighted sums of ``Rows``.
+Path = Callable[[Inputs, Task], tuple[Tensor, Tensor]]
 PATHS: dict[str, Path] = {
     "dense": dense.run,
     "forward_chunked": forward_chunked.run,
@@ -39,24 +39,15 @@ _FEWEST_TOKENS = 64  # assumption: below this many tokens per chunk, tiles reach
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What ``distillation_loss`` returns. All but ``loss`` are detached weighted means over rows, in nats.
+    """What ``distillation_loss`` returns. All but ``loss`` are detached weighted means over rows, in nats."""
 
-    Attributes:
-        loss: scalar; kd_weight·T²·kd + ce_weight·ce + z_loss·(mean lse²).
-        kd: the divergence, without T² and without its weight.
-        ce: cross-entropy with the labels; None without labels.
-        student_mass: the student's probability of the entries that the teacher kept (1 for a dense signal).
-        entropy: of the student over the classes compared: the kept entries and the tail as one.
-        impl: the path that ran, which tells what ``auto`` chose.
-        filter_error: relative error of the logits' gradient, by norm, that the gradient filter made; None without one.
-    """
-
-    loss: Tensor
-    kd: Tensor
-    ce: Tensor | None
-    student_mass: Tensor
-    entropy: Tensor
-    impl: str
+    loss: Tensor  # scalar; kd_weight·T²·kd + ce_weight·ce + z_loss·(mean lse²)
+    kd: Tensor  # the divergence, without T² and without its weight
+    ce: Tensor | None  # cross-entropy with the labels; None without labels
+    student_mass: Tensor  # the student's probability of the entries that the teacher kept (1 for a dense signal)
+    entropy: Tensor  # of the student over the classes compared: the kept entries and the tail as one
+    impl: str  # the path that ran, which tells what ``auto`` chose
+    # Relative error of the logits' gradient, by norm, that the gradient filter made; None without one.
     filter_error: Tensor | None = None
 
 
@@ -129,7 +120,7 @@ def distillation_loss(
             raise UserError(f"loss: impl {path} can't use a head that vocab_group spreads: choose impl fused.")
         if config.gradient_filter > 0 and path not in FILTERED:
             raise UserError(f"loss: impl {path} can't filter gradients: choose impl fused, or set gradient_filter: 0.")
-        loss, totals = PATHS[path](kept_ND, head_weight_VD, head_bias_V, task)
+        loss, totals = PATHS[path](Inputs(kept_ND, head_weight_VD, head_bias_V), task)
     kd, ce, _, mass, entropy = totals[:5].unbind()
     filter_error = (totals[5] / totals[6].clamp_min(torch.finfo(totals.dtype).tiny)).sqrt() if len(totals) > 5 else None
     return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy, path, filter_error)
