@@ -46,19 +46,12 @@ AttentionMaskInterface.register(_FLASH, lambda *args, **kwargs: None)
 
 @dataclass(frozen=True)
 class Count:
-    """What a count found.
+    """What a count found."""
 
-    Attributes:
-        parameters: of the model, tied ones once.
-        lasting_bytes: weights, and in training their gradients and moments: what is there between two batches.
-        peak_bytes: alive at the fullest moment, the lasting ones among them.
-        row_flops: products and attentions of one row.
-    """
-
-    parameters: float
-    lasting_bytes: float
-    peak_bytes: float
-    row_flops: float
+    parameters: float  # of the model, tied ones once
+    lasting_bytes: float  # weights, and in training their gradients and moments: what is there between two batches
+    peak_bytes: float  # alive at the fullest moment, the lasting ones among them
+    row_flops: float  # products and attentions of one row
 
     def towards(self, other: "Count", factor: float) -> "Count":
         """The point of the line through both: 0 gives this one, 1 the other."""

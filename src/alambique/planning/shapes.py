@@ -52,13 +52,8 @@ def student_shapes(teacher: PreTrainedConfig, student: StudentConfig, *, downloa
     text = teacher.get_text_config()
     layers, width = text.num_hidden_layers, student.width
     student.require(layers, getattr(text, "intermediate_size", None), getattr(text, "num_key_value_heads", None))
-    kept: list[int]
-    if student.drop_by_influence is not None:
-        kept = list(range(layers - student.drop_by_influence))
-    elif student.drop_block is not None and student.drop_block.first == "measured":
-        kept = list(range(layers - student.drop_block.count))
-    else:
-        kept = student.kept_layers(layers)
+    dropped = student.measured_depth
+    kept = student.kept_layers(layers) if dropped is None else range(layers - dropped)
     return pruned_config(
         teacher, kept, width.intermediate_size if width else None, width.num_key_value_heads if width else None
     )
