@@ -301,7 +301,7 @@ def test_memory_that_ran_out_starts_all_processes_again(
         ("8", {}, 0, "8 processes can't share the 4 rows of a step: raise distill.rows_per_step, or lower"),
         ("2", {"compile": True}, 0, "distill.compile is for one process: unset it, or ALAMBIQUE_TRAIN_PROCESSES."),
         ("2", {}, 1, "ALAMBIQUE_TRAIN_PROCESSES=2 needs 2 GPUs, and 1 can be seen: lower it, or make more visible"),
-        ("two", {}, 0, "ALAMBIQUE_TRAIN_PROCESSES=two must be a number, 0 or more: correct or unset it."),
+        ("two", {}, 0, "ALAMBIQUE_TRAIN_PROCESSES=two must be a whole number, 0 or more: correct or unset it."),
     ],
 )
 def test_processes_that_cannot_train_together_are_not_started(

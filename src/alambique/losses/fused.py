@@ -106,14 +106,12 @@ class _GradientInBackward(torch.autograd.Function):
 def new_gradients(inputs: Inputs, wanted: Wanted, task: Task, products: int) -> Gradients:
     """Buffers for the gradients wanted, the head's being a sum of ``products`` products."""
     hidden_ND, weight_VD, bias_V = inputs
-    weight_grad_VD, fresh = None, task.weight_grad_VD is None
-    if wanted[1]:
-        weight_grad_VD = task.weight_grad_VD
-        if weight_grad_VD is None:
-            rounds_once = products <= 1 and weight_VD.dtype == hidden_ND.dtype  # a sum in float32 would gain nothing
-            low = rounds_once or task.config.weight_grad == "compact"
-            weight_grad_VD = torch.empty_like(weight_VD, dtype=hidden_ND.dtype if low else task.compute_dtype)
-            weight_grad_VD[task.local_vocab(weight_VD) if products else 0 :].zero_()  # rows that no product writes
+    weight_grad_VD, fresh = task.weight_grad_VD if wanted[1] else None, task.weight_grad_VD is None
+    if wanted[1] and fresh:
+        rounds_once = products <= 1 and weight_VD.dtype == hidden_ND.dtype  # a sum in float32 would gain nothing
+        low = rounds_once or task.config.weight_grad == "compact"
+        weight_grad_VD = torch.empty_like(weight_VD, dtype=hidden_ND.dtype if low else task.compute_dtype)
+        weight_grad_VD[task.local_vocab(weight_VD) if products else 0 :].zero_()  # rows that no product writes
     return Gradients(
         torch.empty_like(hidden_ND) if wanted[0] else None,
         weight_grad_VD,
