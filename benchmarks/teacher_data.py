@@ -19,6 +19,7 @@ from alambique.models.load import DtypeName, SplitModel, load_model, load_tokeni
 from pipeline import prepare as prepare_stage
 
 _QUICK_VOCAB = 300
+_BATCH_ROWS = 8  # source: docs/log.md, faster than 32 on a CPU
 
 
 def load_teacher(dtype: DtypeName, device: torch.device, quick: bool) -> SplitModel:
@@ -60,16 +61,18 @@ def _random_rows(num_rows: int) -> PackedRows:
     return PackedRows(ids_RS, torch.zeros_like(ids_RS), torch.ones_like(ids_RS, dtype=torch.bool))
 
 
-@torch.inference_mode()
-def hidden_states(teacher: SplitModel, rows: PackedRows, batch_rows: int) -> Tensor:
-    """Hidden states of the captured positions, [N, D], where the teacher is."""
-    device = teacher.head_weight_VD.device
-    parts = []
-    for start in range(0, rows.num_rows, batch_rows):
-        batch = slice(start, start + batch_rows)
-        hidden_BSD = teacher.hidden(rows.input_ids_RS[batch].to(device), rows.document_ids_RS[batch].to(device))
+@torch.no_grad()
+def hidden_states(model: SplitModel, rows: PackedRows, tokens: int | None = None) -> Tensor:
+    """Hidden states of the captured positions, the first ``tokens`` or all, [N, D], where the model is."""
+    device, parts, found = model.head_weight_VD.device, list[Tensor](), 0
+    for start in range(0, rows.num_rows, _BATCH_ROWS):
+        batch = slice(start, start + _BATCH_ROWS)
+        hidden_BSD = model.hidden(rows.input_ids_RS[batch].to(device), rows.document_ids_RS[batch].to(device))
         parts.append(hidden_BSD[rows.loss_mask_RS[batch].to(device)])
-    return torch.cat(parts)
+        found += len(parts[-1])
+        if tokens is not None and found >= tokens:
+            break
+    return torch.cat(parts)[:tokens].clone()
 
 
 def widen(head_weight_VD: Tensor, vocab: int) -> Tensor:
