@@ -31,7 +31,9 @@ def run(inputs: Inputs, task: Task) -> tuple[Tensor, Tensor]:
     if isinstance(task.signal, TopKSignal):
         kd_N, mass_N, entropy_N = _sparse(plain_NV, log_q_NV, task.signal, task)
     else:
-        kd_N, mass_N, entropy_N = _dense(log_q_NV, teacher_logprobs(task.signal, log_q_NV, task), config)
+        log_p_NV = teacher_logprobs(task.signal, log_q_NV, task)
+        kd_N = DIVERGENCES[config.divergence].term(log_p_NV, log_q_NV, config.beta).sum(1)
+        mass_N, entropy_N = torch.ones_like(kd_N), -(log_q_NV.exp() * log_q_NV).sum(1)
     ce_N = -plain_NV.gather(1, labels_N[:, None]).squeeze(1) if labels_N is not None else torch.zeros_like(kd_N)
     square_N = z_NV.logsumexp(1).square() if config.z_loss else torch.zeros_like(kd_N)
     totals = Rows(kd_N, ce_N, square_N, mass_N, entropy_N).totals(task.scale_N)
@@ -50,11 +52,6 @@ def logits(inputs: Inputs, task: Task) -> Tensor:
     if config.logit_softcap is not None:
         z_NV = config.logit_softcap * torch.tanh(z_NV / config.logit_softcap)
     return z_NV
-
-
-def _dense(log_q_NV: Tensor, log_p_NV: Tensor, config: LossConfig) -> tuple[Tensor, Tensor, Tensor]:
-    kd_N = DIVERGENCES[config.divergence].term(log_p_NV, log_q_NV, config.beta).sum(1)
-    return kd_N, torch.ones_like(kd_N), -(log_q_NV.exp() * log_q_NV).sum(1)
 
 
 def _sparse(plain_NV: Tensor, log_q_NV: Tensor, signal: TopKSignal, task: Task) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from alambique.plan import PairPlan, Plan, TeacherPlan
 
 _LABELS = 23  # columns
+_FITS = {True: "yes", False: "no", None: "?"}
 
 
 def show(plan: "Plan", console: Console | None = None) -> None:
@@ -34,7 +35,7 @@ def _table(plan: "Plan") -> Table:
     table = screen.table(title, caption, "stage", ("peak, GiB", "fits", "PFLOP", "time"))
     for label, need, bold in _rows(plan):
         flops = "" if need.flops is None else f"{need.flops / 1e15:,.3g}"
-        table.add_row(label, gib(need.peak_mib), _fits(need), flops, _time(need), style="bold" if bold else "")
+        table.add_row(label, gib(need.peak_mib), _FITS[need.fits], flops, _time(need), style="bold" if bold else "")
     return table
 
 
@@ -79,10 +80,6 @@ def _of_pair(pair: "PairPlan") -> Iterator[str]:
 
 def _disk(disk_bytes: dict[str, float]) -> str:
     return "disk: " + ", ".join(f"{name} {_gb(size)}" for name, size in disk_bytes.items())
-
-
-def _fits(need: Need) -> str:
-    return "?" if need.fits is None else "yes" if need.fits else "no"
 
 
 def _gb(size: float) -> str:
