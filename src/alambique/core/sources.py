@@ -95,12 +95,16 @@ def _sha256(uri: str, pin: str | None) -> str:
     return pin or ""
 
 
+def local_path(source: Source) -> Path:
+    """Where a ``file:`` source is, whatever its content; a UserError if it is nowhere."""
+    for path in (Path(source.place), main_checkout() / source.place):  # DVC's temporary copies hold tracked files only
+        if path.exists():
+            return path
+    raise UserError(f"{source.uri}: {source.place} does not exist; paths start at the checkout's root.")
+
+
 def _fetch_file(source: Source) -> Path:
-    path = Path(source.place)
-    if not path.exists():
-        path = main_checkout() / source.place  # DVC's temporary copies of the checkout hold tracked files only
-    if not path.exists():
-        raise UserError(f"{source.uri}: {source.place} does not exist; paths start at the checkout's root.")
+    path = local_path(source)
     actual = content_sha256(path)
     if actual != source.pin:
         problem = "has changed" if source.pin else "must be pinned"
