@@ -220,11 +220,8 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> Spli
     return SplitModel(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel))
 
 
-@contextlib.contextmanager
-def _counted(*models: SplitModel) -> Iterator[CountedMemory]:
-    tensors = [tensor for model in models for tensor in (*model.model.parameters(), *model.model.buffers())]
-    with CountedMemory(tensors) as memory:
-        yield memory
+def _counted(*models: SplitModel) -> CountedMemory:
+    return CountedMemory(tensor for model in models for tensor in (*model.model.parameters(), *model.model.buffers()))
 
 
 @contextlib.contextmanager
