@@ -8,7 +8,7 @@ from alambique.core.errors import UserError
 def whole_number(name: str, default: int) -> int:
     """A count; refused with a UserError if it is none."""
     text = os.environ.get(name, "")
-    if text and not text.isdigit():
+    if text and not text.isdecimal():
         raise UserError(f"{name}={text} must be a whole number, 0 or more: correct or unset it.")
     return int(text) if text else default
 

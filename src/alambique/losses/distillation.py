@@ -39,15 +39,24 @@ _FEWEST_TOKENS = 64  # assumption: below this many tokens per chunk, tiles reach
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What ``distillation_loss`` returns. All but ``loss`` are detached weighted means over rows, in nats."""
+    """What ``distillation_loss`` returns. All but ``loss`` are detached weighted means over rows, in nats.
 
-    loss: Tensor  # scalar; kd_weight·T²·kd + ce_weight·ce + z_loss·(mean lse²)
-    kd: Tensor  # the divergence, without T² and without its weight
-    ce: Tensor | None  # cross-entropy with the labels; None without labels
-    student_mass: Tensor  # the student's probability of the entries that the teacher kept (1 for a dense signal)
-    entropy: Tensor  # of the student over the classes compared: the kept entries and the tail as one
-    impl: str  # the path that ran, which tells what ``auto`` chose
-    # Relative error of the logits' gradient, by norm, that the gradient filter made; None without one.
+    Attributes:
+        loss: scalar; kd_weight·T²·kd + ce_weight·ce + z_loss·(mean lse²).
+        kd: the divergence, without T² and without its weight.
+        ce: cross-entropy with the labels; None without labels.
+        student_mass: the student's probability of the entries that the teacher kept (1 for a dense signal).
+        entropy: of the student over the classes compared: the kept entries and the tail as one.
+        impl: the path that ran, which tells what ``auto`` chose.
+        filter_error: relative error of the logits' gradient, by norm, that the gradient filter made; None without one.
+    """
+
+    loss: Tensor
+    kd: Tensor
+    ce: Tensor | None
+    student_mass: Tensor
+    entropy: Tensor
+    impl: str
     filter_error: Tensor | None = None
 
 
