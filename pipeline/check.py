@@ -40,11 +40,7 @@ class PairEntry(Config):
 
 
 def check_params(path: Path = Path("params.yaml")) -> None:
-    """Validate every section of ``path`` and every stage's settings, without a download.
-
-    Raises:
-        UserError: one sentence for the first problem found.
-    """
+    """Validate every section of ``path`` and every stage's settings, without a download, up to the first problem."""
     params = Params.load(path)
     sections = (*STAGES, "teachers", "pairs")
     for name in params.tree:

@@ -81,11 +81,7 @@ def stock_tasks() -> Path:
 
 
 def read_benchmark(name: str, evals: Path = EVALS) -> Benchmark:
-    """Read ``evals/<name>/benchmark.yaml``.
-
-    Raises:
-        UserError: no such folder, with the nearest right name or with what to write; or a bad file.
-    """
+    """Read ``evals/<name>/benchmark.yaml``; a UserError has the nearest right name, or what to write or to correct."""
     path = evals / name / _SPEC
     if path.is_file():
         return validate(Benchmark, YAML(typ="safe").load(path.read_text()), str(path))

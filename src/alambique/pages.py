@@ -99,9 +99,6 @@ def write_index(folder: Path) -> Path:
     """Write the page over all reports of ``folder``, from their JSON files, and return its path.
 
     A file that isn't a report, or is of another version, is named on the page and otherwise left alone.
-
-    Raises:
-        UserError: the folder doesn't exist.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist: name the folder of reports, or make one with `make repro`.")

@@ -77,11 +77,7 @@ class PackedRows:
 
     @classmethod
     def load(cls, path: Path) -> "PackedRows":
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            UserError: the file is missing, damaged, or holds something else.
-        """
+        """Read what :meth:`save` wrote; a UserError if the file is missing, damaged, or holds something else."""
         try:
             tensors = load_file(path)
             return cls(tensors["input_ids"], tensors["document_ids"], tensors["loss_mask"])
@@ -99,11 +95,7 @@ class PreparedData:
 
     @classmethod
     def open(cls, folder: Path) -> "PreparedData":
-        """Read a folder of prepared data after checking every file against the manifest.
-
-        Raises:
-            UserError: a file is missing or its hash differs, or the manifest contradicts the rows.
-        """
+        """Read a folder of prepared data; a UserError if a file or its rows are not what the manifest says."""
         manifest, splits = read_manifest(folder, _REMEDY), {}
         for split in SPLITS:
             path = folder / f"{split}.safetensors"

@@ -17,11 +17,7 @@ from alambique.losses.task import Inputs, Task
 
 
 def run(inputs: Inputs, task: Task) -> tuple[Tensor, Tensor]:
-    """Return the differentiable loss and the weighted sums of ``Rows``.
-
-    Raises:
-        UserError: the head's gradient was to go into a buffer.
-    """
+    """Return the differentiable loss and the weighted sums of ``Rows``; a buffer for the head's gradient is refused."""
     if task.weight_grad_VD is not None:
         raise UserError("loss: impl dense can't fill weight_grad_VD: choose impl fused, or leave the buffer out.")
     config, labels_N = task.config, task.labels_N

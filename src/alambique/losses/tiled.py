@@ -25,11 +25,7 @@ _TILE_MIB = 64  # assumption: of logits in a tile; 4,096 columns, enough for a G
 
 
 def run(inputs: Inputs, task: Task) -> tuple[Tensor, Tensor]:
-    """Return the differentiable loss and the weighted sums of ``Rows``.
-
-    Raises:
-        UserError: the signal is not a top-K one.
-    """
+    """Return the differentiable loss and the weighted sums of ``Rows``; a dense signal is refused."""
     if not isinstance(task.signal, TopKSignal):
         raise UserError("loss: impl tiled can't use a dense signal: choose impl fused, or a top-K signal.")
     return run_recompute(inputs, task, _value, _pull)
