@@ -36,12 +36,15 @@ RUNGS: dict[str, Rung] = {
     "residual_to_label": Rung({"tail": "residual_to_label"}, {"top_k": TOP_K}),
     # Of 30 draws from this teacher on this text 12 are different tokens (measured), as many as bucket_12 keeps.
     "sampled_12": Rung({"tail": "sampled"}, {"keep": "sampled", "draws": 30}),
+    "sampled_50_draws": Rung({"tail": "sampled"}, {"keep": "sampled", "draws": 50}),
+    "top_50_and_16_draws": Rung({"tail": "sampled"}, {"keep": "top_k_and_draws", "top_k": 50, "draws": 16}),
+    "top_100_and_16_draws": Rung({"tail": "sampled"}, {"keep": "top_k_and_draws", "top_k": TOP_K, "draws": 16}),
     "bucket": Rung({"tail": "bucket"}, {"top_k": TOP_K}),
     "bucket_50": Rung({"tail": "bucket"}, {"top_k": 50}),
     "bucket_12": Rung({"tail": "bucket"}, {"top_k": 12}),
 }
-# 8 steps of 4 rows × 256: all rungs with three seeds then take about 35 minutes on two cores, in float32.
-FULL, QUICK = Plan(seeds=3, steps=8, valid_rows=16), Plan(seeds=2, steps=2, valid_rows=2)
+# The embedded recipe's own number of steps.
+FULL, QUICK = Plan(seeds=3, steps=64, valid_rows=16), Plan(seeds=2, steps=2, valid_rows=2, dtype="float32")
 
 
 def run(options: Options) -> Outcome:

@@ -1,8 +1,7 @@
 """One run of the ladder: a student trained on one rung with one seed, its first gradient, and what became of it.
 
 The teacher runs once over all rows; its hidden states are kept, and everything else is made from them: the caches, the
-signal of the live teacher, and the teacher's side of the held-out comparison. All is in float32: objectives are
-compared here, not precisions, and a CPU without bfloat16 instructions takes eight times as long in it (measured).
+signal of the live teacher, and the teacher's side of the held-out comparison.
 
 Dimensions: R rows, B rows of a batch, S positions, N tokens, D hidden size, V vocabulary.
 """
@@ -11,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save
@@ -23,6 +22,7 @@ from alambique.cache.reader import TeacherCache
 from alambique.core.errors import UserError
 from alambique.core.files import atomic_folder, sha256_json, write_bytes
 from alambique.core.params import Params
+from alambique.core.products import fast_dtype
 from alambique.core.progress import Progress
 from alambique.data.dataset import PackedRows
 from alambique.heldout import HeldoutConfig, heldout
@@ -45,11 +45,19 @@ _BATCH_ROWS = 8  # of the teacher's pass; source: docs/log.md, faster than 32 on
 
 @dataclass(frozen=True)
 class Plan:
-    """How much: ``seeds`` runs of each rung, ``steps`` optimiser steps each, and rows of held-out text."""
+    """How much: ``seeds`` runs of each rung, ``steps`` optimiser steps each, and rows of held-out text; and how exact.
+
+    ``auto`` is the pipeline's precision on the device.
+    """
 
     seeds: int
     steps: int
     valid_rows: int
+    dtype: Literal["auto", "float32"] = "auto"
+
+    def dtype_on(self, device: torch.device) -> Literal["bfloat16", "float32"]:
+        """Of teacher, products and held-out comparison."""
+        return fast_dtype(device) if self.dtype == "auto" else self.dtype
 
     def row_numbers(self, step: int, seed: int, rows_per_step: int) -> list[int]:
         """Train rows of a step: every ``seeds``-th row belongs to a seed, which passes over its rows once."""
@@ -117,14 +125,14 @@ class Pair:
             layers = found.student.kept_layers(facts(found.teacher)["layers"])
             with atomic_folder(student) as scratch:
                 prune_model(found.teacher, Cut(layers), scratch)
-        teacher = _replay(found.teacher, {"train": data.train, "valid": data.valid}, folder, options.device)
+        teacher = _replay(found.teacher, {"train": data.train, "valid": data.valid}, folder, options.device, plan)
         vocab_size: int = data.manifest["vocab_size"]
         caches = {}
         # The largest K first: the smaller ones are cut from it.
         settings = [rung for rung in rungs.values() if rung.capture is not None]
         for rung in sorted({rung.cache: rung for rung in settings}.values(), key=_kept_entries, reverse=True):
             config = CaptureConfig.model_validate(
-                {**found.capture.model_dump(), "dtype": "float32", **(rung.capture or {})}
+                {**found.capture.model_dump(), "dtype": plan.dtype_on(options.device), **(rung.capture or {})}
             )
             out, store = folder / "caches" / rung.cache, folder / "blocks"
             capture(data.train, lambda: teacher, out, store, {}, config, vocab_size, options.device)
@@ -187,9 +195,9 @@ def _quick(folder: Path) -> _Sources:
     )
 
 
-def _replay(path: Path, splits: dict[str, PackedRows], folder: Path, device: torch.device) -> Replay:
+def _replay(path: Path, splits: dict[str, PackedRows], folder: Path, device: torch.device, plan: Plan) -> Replay:
     """Load the teacher and let it read all rows, unless ``folder`` has its hidden states already."""
-    teacher = SplitModel(load_model(path, dtype="float32", device=device))
+    teacher = SplitModel(load_model(path, dtype=plan.dtype_on(device), device=device))
     kept = folder / f"states-{sha256_json([rows.row_hashes() for rows in splits.values()])[:12]}.safetensors"
     if not kept.is_file():
         total = sum(rows.num_rows * rows.seq_len for rows in splits.values())
@@ -248,7 +256,7 @@ def _start(pair: Pair, rung: Rung, seed: int) -> tuple[Setup, Run]:
         "seed": seed,
         "steps": pair.plan.steps,
         "method": "online" if rung.capture is None else "fused",
-        "precision": "fp32",
+        "precision": "bf16" if pair.plan.dtype_on(pair.device) == "bfloat16" else "fp32",
         "loss": {**pair.config.loss.model_dump(), **rung.loss},
     }
     config = DistillConfig.model_validate({**pair.config.model_dump(), **changes})
@@ -304,7 +312,7 @@ def untrained(pair: Pair) -> list[dict[str, Any]]:
 
 
 def _heldout(pair: Pair, student: SplitModel) -> dict[str, Any]:
-    student.model.eval()
+    student.model.to(getattr(torch, pair.plan.dtype_on(pair.device))).eval()  # as it is shipped
     teacher: Any = pair.teacher
     return heldout(
         teacher, {"student": student}, pair.valid, pair.vocab_size, HeldoutConfig.model_validate({}), pair.device

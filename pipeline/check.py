@@ -85,7 +85,7 @@ def _check_tail(params: Params, pair: str) -> None:
     config = params.section(DistillConfig, "distill", f"pairs.{pair}.distill")
     if config.method != "online":  # which reads no cache
         capture = params.section(CaptureConfig, "teacher", f"teachers.{params.get(f'pairs.{pair}.teacher')}.capture")
-        require_tail(capture.keep == "sampled", config.loss.tail, f"{params.source}: pairs.{pair}")
+        require_tail(capture.sampling is not None, config.loss.tail, f"{params.source}: pairs.{pair}")
 
 
 def _every_job(teachers: list[str], pairs: list[str], benchmarks: list[str]) -> list[tuple[str, ...]]:

@@ -45,10 +45,10 @@ from alambique.models.load import SplitModel, load_model, load_tokenizer, tokeni
 from alambique.models.ranks import Group, launch, local_rank
 from alambique.train.checkpoint import weights
 from alambique.train.config import DistillConfig
+from alambique.train.context import require_shareable
 from alambique.train.export import export_model, model_card
 from alambique.train.loop import distill
 from alambique.train.sharded import (
-    ALONE,
     Processes,
     Stopped,
     TooLarge,
@@ -91,9 +91,9 @@ def run(pair: str) -> None:
             if rank is not None:
                 leave(_together(pair, stop, rank))
             elif number > 1:
-                _launch(Job.open(pair), number)
+                _launch(Job.open(pair), Processes(0, number, _context()))
             else:
-                _run(Job.open(pair), stop, ALONE)
+                _run(Job.open(pair), stop, Processes(0, 1, _context()))
         except Interrupted as interrupted:
             print(interrupted, file=sys.stderr)
             raise SystemExit(EXIT_RESUMABLE) from interrupted
@@ -132,19 +132,15 @@ class Job:
         return cls(pair, config, inputs, device, scratch, out)
 
 
-def _require_shareable(config: DistillConfig, processes: int) -> None:
-    if config.rows_per_step < processes:
-        raise UserError(
-            f"{processes} processes can't share the {config.rows_per_step} rows of a step: raise "
-            "distill.rows_per_step, or lower ALAMBIQUE_TRAIN_PROCESSES."
-        )
-    if config.compile and processes > 1:
-        raise UserError("distill.compile is for one process: unset it, or ALAMBIQUE_TRAIN_PROCESSES.")
+def _context() -> int:
+    """How many processes share each row."""
+    return max(1, whole_number("ALAMBIQUE_CONTEXT_PROCESSES", 1))
 
 
-def _launch(job: Job, number: int) -> None:
-    """Train in ``number`` processes on this host; memory that ran out in one has them all start again, with less."""
-    _require_shareable(job.config, number)
+def _launch(job: Job, processes: Processes) -> None:
+    """Train in several processes on this host; memory that ran out in one has them all start again, with less."""
+    require_shareable(processes, job.inputs.data.train.seq_len, job.config.rows_per_step)
+    number = processes.size
     found = torch.cuda.device_count()
     if 0 < found < number:
         raise UserError(
@@ -170,7 +166,7 @@ def _together(pair: str, stop: threading.Event, rank: int) -> int:
             if not group.leads:
                 disable_progress_bar()  # rank 0 shows one
             job = Job.open(pair, rank)
-            _run(job, stop, Processes.of_group())
+            _run(job, stop, Processes.of_group(_context()))
         except UserError as error:
             if group.is_first(str(error)):
                 print(f"error: {error}", file=sys.stderr)
@@ -194,8 +190,8 @@ def _together(pair: str, stop: threading.Event, rank: int) -> int:
 
 def _run(job: Job, stop: threading.Event, processes: Processes) -> None:
     config, inputs, device = job.config, job.inputs, job.device
-    _require_shareable(config, processes.size)
-    teacher, validate = inputs.teacher_and_validation(config, device)
+    require_shareable(processes, inputs.data.train.seq_len, config.rows_per_step)
+    teacher, validate = inputs.teacher_and_validation(config, device, processes)
     student = inputs.load_student(config, device)
     student.check()
     result = distill(
@@ -275,7 +271,7 @@ class Inputs:
         return self.cache.vocab_size
 
     def teacher_and_validation(
-        self, config: DistillConfig, device: torch.device
+        self, config: DistillConfig, device: torch.device, processes: Processes
     ) -> tuple[TeacherCache | SplitModel, Validate | None]:
         """What to train against, and the comparison on the valid rows if there is one.
 
@@ -283,7 +279,9 @@ class Inputs:
         """
         online, validating = config.method == "online", config.validate_every is not None
         live = self.live_teacher(device) if online or validating else None
-        validate = validator(live, self.data.valid, self.vocab_size, config, device) if live and validating else None
+        validate = None
+        if live and validating:
+            validate = validator(live, self.data.valid, self.vocab_size, config, device, processes)
         return (live if online and live else self.cache), validate
 
     def load_student(self, config: DistillConfig, device: torch.device) -> SplitModel:

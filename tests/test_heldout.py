@@ -10,8 +10,9 @@ from transformers import Gemma2Config, LlamaConfig
 
 from alambique.core.errors import UserError
 from alambique.data.dataset import PackedRows
-from alambique.heldout import HeldoutConfig, heldout
+from alambique.heldout import HeldoutConfig, heldout, shares
 from alambique.models.load import SplitModel
+from alambique.train.sharded import Processes
 from tests.tiny_models import tiny_model
 
 # R rows, S positions, N tokens, V vocabulary
@@ -159,3 +160,12 @@ def test_no_target_is_refused() -> None:
 def test_a_head_smaller_than_the_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match=r"^The output head has 320 rows, but the prepared data 400 token ids\.$"):
         heldout(model(), {}, packed(), 400, HeldoutConfig(), CPU)
+
+
+@pytest.mark.parametrize(("count", "batch_rows", "size"), [(12, 5, 2), (7, 2, 4), (3, 4, 4), (8, 2, 1)])
+def test_processes_share_the_batches_and_run_equally_many(count: int, batch_rows: int, size: int) -> None:
+    taken = [shares(count, batch_rows, Processes(rank, size)) for rank in range(size)]
+    assert len({len(batches) for batches in taken}) == 1
+    rows = [row for batches in taken for batch, counts in batches if counts for row in range(batch.start, batch.stop)]
+    assert sorted(rows) == list(range(count))
+    assert all(batch.stop <= count for batches in taken for batch, _ in batches)

@@ -25,6 +25,7 @@ from alambique.core.progress import Progress
 from alambique.data.dataset import PackedRows
 
 _BINS = 15  # of confidence, for the calibration error: Guo et al., ICML 2017
+_SUMS = ("nll", "agreement", "kl")
 
 
 class HeldoutConfig(Config):
@@ -45,6 +46,24 @@ class Scorer(Protocol):
 
     def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
         """Hidden states after the final norm, [B, S, D]."""
+        ...
+
+
+class Sharing(Protocol):
+    """Processes that share the batches between them: ``train.sharded.Processes`` is one."""
+
+    @property
+    def rank(self) -> int:
+        """Which of them this one is."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        ...
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Add up a tensor over the processes, in place."""
         ...
 
 
@@ -84,13 +103,15 @@ class _Head:
 class _Sums:
     """Float64 sums over the target tokens of each row, by name, and the calibration bins of one model."""
 
-    num_rows: int
-    rows: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor]
     bins: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
 
+    @classmethod
+    def of(cls, num_rows: int) -> "_Sums":
+        return cls({name: torch.zeros(num_rows, dtype=torch.float64) for name in _SUMS})
+
     def add(self, name: str, row_N: Tensor, value_N: Tensor) -> None:
-        total_R = self.rows.setdefault(name, torch.zeros(self.num_rows, dtype=torch.float64))
-        total_R.index_add_(0, row_N, value_N.double().cpu())
+        self.rows[name].index_add_(0, row_N, value_N.double().cpu())
 
     def add_calibration(self, confidence_N: Tensor, correct_N: Tensor) -> None:
         bin_N = (confidence_N.double().cpu() * _BINS).long().clamp_max(_BINS - 1)
@@ -106,6 +127,7 @@ def heldout(
     config: HeldoutConfig,
     device: torch.device,
     shown: bool = True,
+    processes: Sharing | None = None,
 ) -> dict[str, Any]:
     """Compare students with their teacher on held-out rows; the teacher runs once per batch.
 
@@ -117,6 +139,7 @@ def heldout(
         config: how much, and in what portions.
         device: where the models are.
         shown: whether progress is told; False inside a job that tells its own.
+        processes: those that call this together, each to read its share of the rows; all get the figures of all rows.
 
     Returns:
         ``kl_nats`` (KL(teacher ‖ student), mean per target token), ``agreement`` (same most probable token),
@@ -128,24 +151,37 @@ def heldout(
         raise UserError("The valid split holds no target token: raise `prepare.valid_rows`.")
     models = {"teacher": teacher, **students}
     heads = {name: _Head.of(model, vocab_size) for name, model in models.items()}
-    sums = {name: _Sums(count) for name in models}
+    sums = {name: _Sums.of(count) for name in models}
     telling = Progress("held-out", int(rows.loss_mask_RS[:count].sum())) if shown else contextlib.nullcontext()
     with telling as progress:
-        for start in range(0, count, config.batch_rows):
-            batch = slice(start, min(start + config.batch_rows, count))
+        for batch, counts in shares(count, config.batch_rows, processes):
             ids_BS, documents_BS, mask_BS = (
                 tensor[batch].to(device) for tensor in (rows.input_ids_RS, rows.document_ids_RS, rows.loss_mask_RS)
             )
+            mask_BS = mask_BS & counts
             hidden_ND = {name: model.hidden(ids_BS.long(), documents_BS)[mask_BS] for name, model in models.items()}
             # Position i predicts i + 1; the last position of a row is never a target.
             label_N = ids_BS.long().roll(-1, dims=1)[mask_BS]
-            row_N = start + mask_BS.nonzero()[:, 0].cpu()
+            row_N = batch.start + mask_BS.nonzero()[:, 0].cpu()
             for first in range(0, len(label_N), config.chunk_tokens):
                 part = slice(first, first + config.chunk_tokens)
                 _score({n: heads[n].logprobs(h[part]) for n, h in hidden_ND.items()}, label_N[part], row_N[part], sums)
             if progress is not None:
                 progress.update(len(label_N))
+    if processes is not None:
+        for found in sums.values():
+            for total in (*found.rows.values(), found.bins):
+                processes.sum_(total)
     return _summary(sums, rows.loss_mask_RS[:count].sum(dim=1).double())
+
+
+def shares(count: int, batch_rows: int, processes: Sharing | None) -> list[tuple[slice, bool]]:
+    """The batches of this process, and whether they count: all run equally many, because all must run together."""
+    rank, size = (processes.rank, processes.size) if processes else (0, 1)
+    starts = range(0, count, batch_rows)
+    numbers = range(rank, -(-len(starts) // size) * size, size)
+    firsts = [(starts[number % len(starts)], number < len(starts)) for number in numbers]
+    return [(slice(first, min(first + batch_rows, count)), counts) for first, counts in firsts]
 
 
 def _score(logprobs_CV: dict[str, Tensor], label_C: Tensor, row_C: Tensor, sums: dict[str, _Sums]) -> None:

@@ -37,9 +37,9 @@ def uniforms(num: int, draws: int, seed: int = 0) -> torch.Tensor:
 
 
 def entries(
-    hidden_ND: torch.Tensor, head: Head, draws: int, seed: int = 0, logits_mib: int = 8
+    hidden_ND: torch.Tensor, head: Head, draws: int, seed: int = 0, logits_mib: int = 8, top_k: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sampling = Sampling(draws=draws, seed=seed)
+    sampling = Sampling(draws=draws, seed=seed, top_k=top_k)
     return sampled_entries(hidden_ND, head, uniforms(len(hidden_ND), draws, seed), sampling, logits_mib)
 
 
@@ -159,7 +159,8 @@ def test_the_numbers_depend_on_row_and_seed_alone() -> None:
         assert not (other == numbers).any()
 
 
-def test_gradients_approach_those_of_the_whole_distribution() -> None:
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_gradients_approach_those_of_the_whole_distribution(top_k: int) -> None:
     num, draws, seeds = 3, 20, 300
     head = make_head(40)
     teacher_hidden, student = torch.randn(num, D), torch.randn(40, D, dtype=torch.float64) / 4
@@ -169,16 +170,44 @@ def test_gradients_approach_those_of_the_whole_distribution() -> None:
     exact = (q - p) @ student / num  # the gradient of the mean KL
     found = torch.zeros_like(exact)
     for seed in range(seeds):
-        ids, log_weights, tail = entries(teacher_hidden, head, draws, seed)
+        ids, log_weights, tail = entries(teacher_hidden, head, draws, seed, top_k=top_k)
         out = distillation_loss(
             hidden, student, TopKSignal(ids, log_weights, tail), config=LossConfig(tail="sampled"), impl="dense"
         )
         found += torch.autograd.grad(out.loss, hidden)[0] / seeds
-    # Var of Σ_v (w_v - p_v)·s_v / N over draws: the covariance of one draw, by their number.
-    second = torch.einsum("nv,vd->nd", p, student**2) - (p @ student) ** 2
-    deviation = (second / (draws * seeds)).sqrt() / num
+    # Var of Σ_v (w_v - p_v)·s_v / N over draws, which are of the rest r: its mass² times the covariance of one draw, by
+    # their number.
+    rest = p.scatter(1, p.topk(top_k).indices, 0.0)
+    mass = rest.sum(1, keepdim=True)
+    second = torch.einsum("nv,vd->nd", rest / mass, student**2) - (rest / mass @ student) ** 2
+    deviation = mass * (second / (draws * seeds)).sqrt() / num
     assert ((found - exact).abs() < 5 * deviation + 1e-3 * exact.abs().max()).all()
     assert (found - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize(("vocab_size", "top_k"), [(V, 20), (64 * 16 * 4, 5), (40, 39)])
+def test_the_top_k_are_exact_and_draws_are_of_the_rest(vocab_size: int, top_k: int) -> None:
+    head, hidden = make_head(vocab_size), torch.randn(60, D)
+    ids, log_weights, _ = entries(hidden, head, 6, top_k=top_k)
+    expected = (hidden.double() @ head.weight_VD.double().T).log_softmax(1)
+    weights = weights_of(ids, log_weights, vocab_size)
+    top = expected.topk(top_k)
+    in_float16 = 1e-5 + 2**-11 * expected.min().abs()  # what rounding does to the logs
+    assert ((weights.gather(1, top.indices).log() - top.values).abs() <= in_float16).all()
+    rest = expected.exp().scatter(1, top.indices, 0.0).sum(1)
+    drawn = weights.scatter(1, top.indices, 0.0)
+    assert ((drawn.sum(1) / rest).log().abs() <= 2 * in_float16).all()
+    counts = drawn / rest[:, None] * 6
+    assert ((counts - counts.round()).abs() < 0.1).all()
+    assert (log_weights.diff(dim=1)[log_weights[:, 1:] > -torch.inf] <= 0).all()
+    assert (ids[log_weights == -torch.inf] == 0).all()
+
+
+def test_no_rest_means_no_draws() -> None:
+    ids, log_weights, _ = entries(torch.randn(9, D), make_head(30), 4, top_k=30)
+    assert ids.shape == (9, 30)
+    assert (log_weights > -torch.inf).all()
+    assert (ids.sort(1).values == torch.arange(30)).all()
 
 
 # ---- the capture
@@ -196,7 +225,7 @@ def test_a_cache_of_draws(drawn: Path, fake_teacher: ModuleType) -> None:
     cache.verify()
     assert cache.sampled
     assert cache.kept == "12 draws (seed 3)"
-    assert cache.manifest["sampling"] == {"draws": 12, "seed": 3}
+    assert cache.manifest["sampling"] == {"draws": 12, "seed": 3, "top_k": 0}
     assert cache.manifest["tail_mass"]["mean"] == 0
     assert cache.top_k == 12
     rows = fake_teacher.make_rows()
@@ -284,6 +313,23 @@ def test_draws_and_a_top_k_never_serve_each_other(
     assert not names[0] & names[1]
 
 
+def test_a_cache_of_a_top_k_and_draws(tmp_path: Path, fake_teacher: ModuleType) -> None:
+    mixed = {"keep": "top_k_and_draws", "top_k": 7, "draws": 4}
+    fake_teacher.run(tmp_path / "out", tmp_path / "store", **mixed)
+    fake_teacher.run(tmp_path / "again", tmp_path / "again_store", batch_tokens=24, **mixed)
+    assert content(tmp_path / "out") == content(tmp_path / "again")
+    cache = TeacherCache.open(tmp_path / "out")
+    cache.verify()
+    assert (cache.top_k, cache.kept, cache.sampled) == (11, "top 7 and 4 draws of the rest (seed 0)", True)
+    fake_teacher.run(tmp_path / "top", tmp_path / "top_store", top_k=7)
+    ours, top = cache.read(range(14)), TeacherCache.open(tmp_path / "top").read(range(14))
+    mask = fake_teacher.make_rows().loss_mask_RS
+    found = weights_of(ours.ids_NK[mask], ours.logprobs_NK[mask]).gather(1, top.ids_NK[mask].long())
+    torch.testing.assert_close(found, top.logprobs_NK[mask].double().exp(), rtol=2e-3, atol=0)
+    with pytest.raises(UserError, match=r"teacher\.top_k = 301 is larger than the vocabulary"):
+        fake_teacher.run(tmp_path / "large", tmp_path / "large_store", keep="top_k_and_draws", top_k=301)
+
+
 def test_more_draws_than_tokens_and_a_large_top_k_are_fine(tmp_path: Path, fake_teacher: ModuleType) -> None:
     fake_teacher.run(tmp_path / "out", tmp_path / "store", keep="sampled", draws=400, top_k=60_000)
     cache = TeacherCache.open(tmp_path / "out")
@@ -298,7 +344,7 @@ def test_more_draws_than_tokens_and_a_large_top_k_are_fine(tmp_path: Path, fake_
             {"keep": "sampled", "top_p": 0.9, "codec": "top_p"},
             "teacher: the section can't cut draws to a mass: top_p = 0.9 needs keep = top_k",
         ),
-        ({"keep": "drawn"}, "teacher: keep = 'drawn' should be 'top_k' or 'sampled'"),
+        ({"keep": "drawn"}, "teacher: keep = 'drawn' should be 'top_k', 'sampled' or 'top_k_and_draws'"),
         ({"draws": 0}, "teacher: draws = 0 should be greater than or equal to 1"),
         ({"draws": 2049}, "teacher: draws = 2049 should be less than or equal to 2048"),
     ],

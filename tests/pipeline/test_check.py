@@ -27,6 +27,7 @@ def check(folder: Path, teacher: dict[str, Any], distill: dict[str, Any]) -> Non
     [
         ({"keep": "sampled"}, {"loss": {"tail": "sampled"}}),
         ({"keep": "sampled"}, {"method": "online"}),
+        ({"keep": "top_k_and_draws", "top_k": 5, "draws": 3}, {"loss": {"tail": "sampled"}}),
         ({}, {"method": "online", "loss": {"tail": "sampled"}}),
     ],
 )
@@ -50,7 +51,7 @@ def test_a_loss_that_suits_its_cache(
             {},
             {"loss": {"tail": "sampled"}},
             "distill.loss.tail = sampled would take a top K for draws: set another tail (bucket is the default), or "
-            "the teacher's keep to sampled.",
+            "the teacher's keep to sampled or top_k_and_draws.",
         ),
     ],
 )

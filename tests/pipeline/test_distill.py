@@ -242,7 +242,8 @@ def test_a_stop_is_resumable_and_leaves_no_trace(project: Path, whole: dict[str,
 @pytest.mark.timeout(300)
 def test_two_processes_stop_with_one_sentence_and_one_goes_on(project: Path, whole: dict[str, bytes]) -> None:
     progress = project / "progress"
-    own = {PROGRESS_FILE: str(progress), "PYTHONPATH": f"{project}:{project}/src", "ALAMBIQUE_TRAIN_PROCESSES": "2"}
+    own = {PROGRESS_FILE: str(progress), "PYTHONPATH": f"{project}:{project}/src"}
+    own |= {"ALAMBIQUE_TRAIN_PROCESSES": "2", "ALAMBIQUE_CONTEXT_PROCESSES": "2"}  # each row in two halves
     command = [sys.executable, "-m", "pipeline.distill", "half"]
     process = subprocess.Popen(command, env=os.environ | own, stderr=subprocess.PIPE, text=True)
     wait_for_steps(progress, 1, process)
@@ -296,18 +297,27 @@ def test_memory_that_ran_out_starts_all_processes_again(
 
 
 @pytest.mark.parametrize(
-    ("processes", "settings", "gpus", "message"),
+    ("processes", "context", "settings", "gpus", "message"),
     [
-        ("8", {}, 0, "8 processes can't share the 4 rows of a step: raise distill.rows_per_step, or lower"),
-        ("2", {"compile": True}, 0, "distill.compile is for one process: unset it, or ALAMBIQUE_TRAIN_PROCESSES."),
-        ("2", {}, 1, "ALAMBIQUE_TRAIN_PROCESSES=2 needs 2 GPUs, and 1 can be seen: lower it, or make more visible"),
-        ("two", {}, 0, "ALAMBIQUE_TRAIN_PROCESSES=two must be a whole number, 0 or more: correct or unset it."),
+        ("8", "1", {}, 0, "8 processes can't share the 4 rows of a step: raise distill.rows_per_step, lower ALAM"),
+        ("8", "4", {"rows_per_step": 1}, 0, "8 processes can't share the 1 rows of a step: raise distill.rows_p"),
+        ("2", "3", {}, 0, "ALAMBIQUE_CONTEXT_PROCESSES=3 must divide 2, the number of processes that train: correct"),
+        ("1", "-1", {}, 0, "ALAMBIQUE_CONTEXT_PROCESSES=-1 must be a whole number, 0 or more: correct or unset it."),
+        ("2", "1", {}, 1, "ALAMBIQUE_TRAIN_PROCESSES=2 needs 2 GPUs, and 1 can be seen: lower it, or make more visib"),
+        ("two", "1", {}, 0, "ALAMBIQUE_TRAIN_PROCESSES=two must be a whole number, 0 or more: correct or unset it."),
     ],
 )
 def test_processes_that_cannot_train_together_are_not_started(
-    project: Path, monkeypatch: pytest.MonkeyPatch, processes: str, settings: dict[str, Any], gpus: int, message: str
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    processes: str,
+    context: str,
+    settings: dict[str, Any],
+    gpus: int,
+    message: str,
 ) -> None:
     monkeypatch.setenv("ALAMBIQUE_TRAIN_PROCESSES", processes)
+    monkeypatch.setenv("ALAMBIQUE_CONTEXT_PROCESSES", context)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(distill, "launch", None)
     change(**settings)

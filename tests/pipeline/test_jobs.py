@@ -142,6 +142,22 @@ def test_jobs_beside_each_other_share_a_gpu_or_the_cpu(here: Any, monkeypatch: p
     assert (here.root / "seen" / "distill-b-ok").read_text().split()[-1] == "3"
 
 
+def test_without_a_gpu_a_job_keeps_its_pages(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def environment() -> str:
+        with Job("distill", ["sleep"]) as job:
+            assert job.try_start()
+            assert job._process is not None
+            found = Path(f"/proc/{job._process.pid}/environ").read_bytes()
+        return found.replace(b"\0", b":").decode()  # glibc ends each setting with a zero of its own when it reads them
+
+    assert f"GLIBC_TUNABLES={jobs._KEEP_PAGES}:" in environment()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert "GLIBC_TUNABLES" not in environment()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "GLIBC_TUNABLES=glibc.malloc.check=0:" in environment()
+
+
 def test_a_cancelled_job_ends_and_is_not_started_again(here: Any) -> None:
     with Job("distill", ["sleep"]) as job, Job("distill", ["ok"]) as waiting:
         job.try_start()

@@ -1,15 +1,18 @@
 """Two processes that share a student (FSDP2, gloo on a CPU) against one that has it whole."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharded_worker import RUNS, make, stop_here
+from sharded_worker import COMPILED, RUNS, make, stop_here
 from tiny_run import CPU, VOCAB, RandomTeacher, make_config, make_rows, make_student, step_rows, train
 
 from alambique.core.errors import UserError
@@ -29,21 +32,30 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     with pytest.raises(Interrupted):
         make("tied", folder / "single", checkpoint_every_steps=100, stop=stop_here(1, 13))
-    command = [sys.executable, "-c", LAUNCH, "-m", "tests.train.sharded_worker", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
+    assert "Warning" not in launched(folder)
     return folder
+
+
+def launched(*words: str | Path) -> str:
+    command = [sys.executable, "-c", LAUNCH, "-m", "tests.train.sharded_worker", *map(str, words)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=850 if words[1:] else 250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def assert_same(out: Path, name: str, student: Any, result: Any) -> None:
     found = json.loads((out / f"{name}.json").read_text())
-    assert len(found["curve"]) == len(result.curve) == 2 * 12 // RUNS.get(name, {}).get("rows_per_step", 4)
+    rows_per_step = (RUNS | {"compiled": COMPILED}).get(name, {}).get("rows_per_step", 4)
+    assert len(found["curve"]) == len(result.curve) == 2 * 12 // rows_per_step
     for point, wanted in zip(found["curve"], result.curve, strict=True):
         for key, value in point.items():
             assert value == pytest.approx(getattr(wanted, key), rel=1e-4), (wanted.step, key)
     assert found["num_target_tokens"] == result.num_target_tokens
     assert found["shipped_step"] == result.shipped_step
+    for validation, wanted in zip(found["validations"], result.validations, strict=True):
+        assert validation == pytest.approx(asdict(wanted), rel=1e-4)
     tensors = load_file(out / f"{name}.safetensors")
     assert tensors.keys() == {key for key, _ in weights(student.model)}
     for key, value in weights(student.model):
@@ -54,6 +66,34 @@ def assert_same(out: Path, name: str, student: Any, result: Any) -> None:
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "bf16"])
 def test_two_processes_learn_what_one_learns(name: str, out: Path, tmp_path: Path) -> None:
     assert_same(out, name, *make(name, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="nothing to compile with")
+def test_two_processes_with_compiled_layers_learn_what_one_learns(tmp_path: Path) -> None:
+    launched(tmp_path, "compiled")
+    assert_same(tmp_path, "compiled", *make("compiled", tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_processes_that_share_rows_hold_half_of_the_positions(out: Path) -> None:
+    """Of one row a step, which data parallel could not share; and nothing is computed for all positions."""
+    for rank in (0, 1):
+        assert max(json.loads((out / f"lengths.context.{rank}.json").read_text())) == 8
+        assert max(json.loads((out / f"lengths.tied.{rank}.json").read_text())) == 16
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_shared_out_is_found_out_before_it_trains(out: Path) -> None:
+    first, second = (json.loads((out / f"contexts.{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["plain"] == first["sinks"] == "nothing"
+    assert re.fullmatch(
+        r"UserError: LlamaForCausalLM gives hidden states that differ by \d+% when 2 processes share a row: "
+        "unset ALAMBIQUE_CONTEXT_PROCESSES, or choose another model.",
+        first["mixing"],
+    )
 
 
 @pytest.mark.slow
@@ -116,6 +156,23 @@ def test_each_process_reads_its_rows_and_counts_the_targets_of_all() -> None:
     counted = [int((part.labels_RS != -100).sum()) for part in parts]
     assert counted[0] != counted[1]
     assert sum(counted) == whole.num_target_tokens
+
+
+def test_neighbours_read_the_same_rows_and_each_its_part_of_the_targets() -> None:
+    packed = make_rows()
+    teacher: Any = RandomTeacher(packed)
+    rows = [3, 0, 6, 9, 1]
+    pairs = [read_step(rows, packed, teacher, False, rank, 2) for rank in (0, 1)]
+    for rank in range(4):
+        wanted, positions = pairs[rank // 2], slice(8 * (rank % 2), 8 * (rank % 2) + 8)
+        found = read_step(rows, packed, teacher, False, rank, 4, 2)
+        assert torch.equal(found.input_ids_RS, wanted.input_ids_RS)
+        assert torch.equal(found.labels_RS, wanted.labels_RS[:, positions])
+        assert wanted.signal is not None
+        assert found.signal is not None
+        for field in ("ids_NK", "logprobs_NK", "tail_mass_N"):
+            assert torch.equal(getattr(found.signal, field), getattr(wanted.signal, field)[:, positions])
+        assert found.num_target_tokens == wanted.num_target_tokens
 
 
 def test_memory_that_runs_out_in_one_of_several_is_for_all_to_begin_again(tmp_path: Path) -> None:

@@ -237,7 +237,8 @@ def test_a_row_that_never_fits_is_the_users_to_solve() -> None:
         add_gradients(make_setup(student), counted(4), make_batch())
     assert str(error.value) == (
         "one row of this data doesn't fit in the memory of cpu beside the model: set "
-        "distill.gradient_checkpointing, prepare shorter rows (prepare.seq_len), or use a larger device."
+        "distill.gradient_checkpointing, prepare shorter rows (prepare.seq_len), share rows between GPUs "
+        "(ALAMBIQUE_CONTEXT_PROCESSES), or use a larger one."
     )
 
 

@@ -81,7 +81,7 @@ def step_rows(step: int) -> list[int]:
 
 
 def train(scratch: Path, student: SplitModel | None = None, **changes: Any) -> tuple[SplitModel, DistillResult]:
-    student, rows = student or make_student(), make_rows()
+    student, rows = student or make_student(), changes.pop("rows", None) or make_rows()
     hooks = {"stop": changes.pop("stop", lambda: False), "validate": changes.pop("validate", None)}
     teacher: Any = make_live_teacher() if changes.get("method") == "online" else RandomTeacher(rows)
     result = distill(

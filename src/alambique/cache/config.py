@@ -15,10 +15,11 @@ class CaptureConfig(Config):
     """How the teacher is run and what is kept.
 
     Attributes:
-        keep: the most probable tokens (``top_k``), or draws from the whole distribution (``sampled``).
+        keep: the most probable tokens (``top_k``), or draws from the whole distribution (``sampled``), or the most
+            probable and draws from the others (``top_k_and_draws``).
         top_k: entries kept at each position.
         top_p: keep fewer entries where they hold this mass already; 1 keeps K everywhere.
-        draws: with replacement, at each position; only for ``sampled``, which in turn ignores ``top_k``.
+        draws: with replacement, at each position; ``top_k`` has none, and ``sampled`` ignores the setting ``top_k``.
         seed: of the draws.
         codec: how they are stored; a module in alambique.cache.codecs.
         dtype: of the teacher's weights and activations; the softmax is always fp32.
@@ -30,7 +31,7 @@ class CaptureConfig(Config):
         shard_mib: size of a shard, and so of what a kill can lose.
     """
 
-    keep: Literal["top_k", "sampled"] = "top_k"  # source: as top_k; docs/cache-format.md compares
+    keep: Literal["top_k", "sampled", "top_k_and_draws"] = "top_k"  # source: as top_k; docs/cache-format.md compares
     top_k: int = Field(default=100, ge=1, le=65_536)  # source: the published system caches the top 100
     top_p: float = Field(default=1.0, gt=0, le=1)  # source: as above
     draws: int = Field(default=50, ge=1, le=MAX_DRAWS)  # source: Sparse Logit Sampling, 12 different tokens of 50 draws
@@ -50,7 +51,7 @@ class CaptureConfig(Config):
     def _store_what_is_kept(self) -> "CaptureConfig":
         if self.top_p < 1 and self.codec != "top_p":
             raise ValueError(f"needs codec = top_p for top_p = {self.top_p}: {self.codec} would store the empty slots")
-        if self.top_p < 1 and self.keep == "sampled":
+        if self.top_p < 1 and self.keep != "top_k":
             raise ValueError(f"can't cut draws to a mass: top_p = {self.top_p} needs keep = top_k")
         if self.device_map is not None and self.tensor_parallel > 1:
             raise ValueError(f"can't have tensor_parallel = {self.tensor_parallel} and a device_map, only one of them")
@@ -63,11 +64,13 @@ class CaptureConfig(Config):
     @property
     def sampling(self) -> Sampling | None:
         """What decides the draws, or None for the top K."""
-        return Sampling(draws=self.draws, seed=self.seed) if self.keep == "sampled" else None
+        if self.keep == "top_k":
+            return None
+        return Sampling(draws=self.draws, seed=self.seed, top_k=0 if self.keep == "sampled" else self.top_k)
 
     def require_vocabulary(self, vocab_size: int) -> None:
         """Refuse to keep more entries than there are tokens."""
-        if self.keep == "top_k" and self.top_k > vocab_size:
+        if self.keep != "sampled" and self.top_k > vocab_size:
             raise UserError(
                 f"teacher.top_k = {self.top_k} is larger than the vocabulary of {vocab_size} tokens: choose at most "
                 f"{vocab_size}."

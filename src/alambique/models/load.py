@@ -31,7 +31,7 @@ from alambique.core.products import fast_dtype
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DeviceMap = Literal["auto", "balanced", "sequential"]
 # Largest difference between packed and separate runs that rounding explains, as a share of the largest logit.
-_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # assumption, per significand bits
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}  # assumption, per significand bits
 
 _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"}  # transformers' names for such layers
 
@@ -181,7 +181,7 @@ class SplitModel:
         self.head_bias_V: Tensor | None = head.bias
         self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         self.logit_scale = _logit_scale(self.config)
-        self._backbone = model.get_decoder() if model.get_decoder() is not model else model.base_model
+        self.backbone = model.get_decoder() if model.get_decoder() is not model else model.base_model
         self._flatten = "flash" in (self.config._attn_implementation or "")
 
     def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
@@ -203,11 +203,11 @@ class SplitModel:
             cache=None,
             position_ids=position_ids_BS,
         )
-        output = self._backbone(
+        output = self.backbone(
             input_ids=input_ids_BS, position_ids=position_ids_BS, attention_mask=mask, use_cache=False
         )
         hidden_BSD: Tensor = output.last_hidden_state
-        return hidden_BSD.reshape(*shape, hidden_BSD.shape[-1])
+        return hidden_BSD.reshape(shape[0], -1, hidden_BSD.shape[-1])  # part of S where processes share rows
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits of hidden states [..., D] -> [..., V]: the plain definition, for checks and small evaluations."""
@@ -253,7 +253,7 @@ class SplitModel:
                 alone_SV = self.model(input_ids=ids_BS[row : row + 1, part], use_cache=False).logits[0]
                 alone_SV = alone_SV.to(packed_BSV.device)
                 worst = (packed_BSV[row, part] - alone_SV).abs().max() / alone_SV.abs().max()
-                if not worst <= _ROUNDING[self.head_weight_VD.dtype]:
+                if not worst <= ROUNDING[self.head_weight_VD.dtype]:
                     raise UserError(
                         f"{type(self.model).__name__} with {self.config._attn_implementation} attention gives logits "
                         f"that differ by {worst:.0%} when documents are packed or the head is applied apart: "

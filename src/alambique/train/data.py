@@ -1,6 +1,7 @@
 """What each step trains on: rows in a seeded order, joined to the teacher's signal one step ahead of need.
 
 Dimensions: R rows of a step, B rows of a micro-batch, S positions, N positions that predict something, K entries.
+Where processes share rows, labels, signal and hidden states are those of fewer positions, the process's part.
 """
 
 from collections import deque
@@ -102,13 +103,22 @@ class MicroBatch:
 
 
 def read_step(
-    rows: list[int], packed: PackedRows, cache: TeacherCache | None, pin: bool, rank: int = 0, size: int = 1
+    rows: list[int],
+    packed: PackedRows,
+    cache: TeacherCache | None,
+    pin: bool,
+    rank: int = 0,
+    size: int = 1,
+    context: int = 1,
 ) -> StepRows:
     """Join rows of prepared data to their cached signal; numpy only, because torch would wake a second thread pool.
 
     Process ``rank`` of ``size`` reads every ``size``-th of the step's ``rows``. All get the same number: where it
-    doesn't divide, the last ones get one more without a target.
+    doesn't divide, the last ones get one more without a target. Where ``context`` neighbours share rows they take them
+    as one process would, and of labels and signal each its part of the positions.
     """
+    part = slice(rank % context * packed.seq_len // context, (rank % context + 1) * packed.seq_len // context)
+    rank, size = rank // context, size // context
     mine = rows[rank::size]
     here = mine + rows[: -(-len(rows) // size) - len(mine)]
     index = np.asarray(here)
@@ -119,12 +129,13 @@ def read_step(
     documents_RS, signal = packed.document_ids_RS.numpy()[index], None
     if cache is not None:
         read = cache.read(here)
-        signal = TopKSignal(_kept(read.ids_NK, pin), _kept(read.logprobs_NK, pin), _kept(read.tail_mass_N, pin))
+        fields = (read.ids_NK, read.logprobs_NK, read.tail_mass_N)
+        signal = TopKSignal(*(_kept(field[:, part], pin) for field in fields))
     return StepRows(
         rows,
         _kept(torch.from_numpy(ids_RS), pin),
         _kept(torch.from_numpy(documents_RS), pin),
-        _kept(torch.from_numpy(labels_RS), pin),
+        _kept(torch.from_numpy(labels_RS[:, part]), pin),
         signal,
         int(packed.loss_mask_RS.numpy()[rows].sum()),
     )

@@ -23,6 +23,7 @@ from alambique.data.dataset import PackedRows
 from alambique.models.load import SplitModel
 from alambique.train import checkpoint
 from alambique.train.config import DistillConfig
+from alambique.train.context import Context, require_shareable
 from alambique.train.data import StepRows, prefetch, read_step, rows_of_step
 from alambique.train.optimiser import adamw, clip_gradients, learning_rate, set_learning_rate
 from alambique.train.peaks import peak_tflop_per_s
@@ -52,17 +53,21 @@ def distill(
     and raises. ``validate`` (of :mod:`alambique.train.validation`) is for a ``config`` that validates.
 
     Several ``processes`` call this together, each with all of the student, whose parameters are DTensors from here on:
-    see :mod:`alambique.train.sharded`.
+    see :mod:`alambique.train.sharded`, and :mod:`alambique.train.context` where they share rows.
 
     Raises:
         Interrupted: ``stop()`` was true, in any process; the same call resumes.
-        UserError: the loss stopped being finite, one row alone doesn't fit in memory, the disk is too small, or
-            there is no compiler to compile with.
+        UserError: the loss stopped being finite, one row alone doesn't fit in memory, the disk is too small, there is
+            no compiler to compile with, or rows or attention can't be shared.
         TooLarge: memory ran out in one of several processes; the caller notes what fits, and all begin again.
     """
     config = config.resolved(device)
     live, cache = (teacher, None) if isinstance(teacher, SplitModel) else (None, teacher)
     _require_consistent(config, live is not None, validate is not None)
+    models = [student] if live is None else [student, live]
+    require_shareable(processes, rows.seq_len, config.rows_per_step)
+    context = Context(processes, device)
+    context.open(models, config.micro_batch_rows)
     if processes.size > 1:
         student = ShardedStudent(student, config.precision, device)
     model = student.model.train()
@@ -71,17 +76,20 @@ def distill(
     optimiser = adamw(model.named_parameters(), config)
     run = _start(config, model, optimiser, scratch, processes)
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
-    setup = Setup(student, live, config, loss, vocab_size, device, lambda: processes.any(stop()), validate, processes)
+    setup = Setup(
+        student, live, config, loss, vocab_size, device, lambda: processes.any(stop()), validate, processes, context
+    )
     num_steps, first_step = config.num_steps(rows.num_rows), run.step
     tokens_per_step = config.rows_per_step * rows.seq_len
 
     def read(step: int) -> StepRows:
         numbers = rows_of_step(step, config.rows_per_step, rows.num_rows, config.seed)
-        return read_step(numbers, rows, cache, device.type == "cuda", processes.rank, processes.size)
+        return read_step(numbers, rows, cache, device.type == "cuda", processes.rank, processes.size, processes.context)
 
     done, total = first_step * tokens_per_step, num_steps * tokens_per_step
     with (
         _deterministic(device),
+        context.sharing(models),
         Progress("distil", total, done=done) if processes.leads else contextlib.nullcontext() as progress,
         contextlib.closing(prefetch(read, range(first_step, num_steps))) as batches,
     ):
@@ -153,7 +161,8 @@ def _train(
         rate = learning_rate(step, num_steps, config)
         grad_norm = clip_gradients(parameters, config.max_grad_norm)
         set_learning_rate(optimiser, rate)
-        optimiser.step()
+        if batch.num_target_tokens:  # else one process has no gradients, but several have zeros, on which momentum acts
+            optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         run.step += 1
         log.add(batch, rate, torch.cat([losses, grad_norm.reshape(1)]), waited)
@@ -174,7 +183,8 @@ def _validate(setup: Setup, run: Run, log: "_Log", last: bool) -> bool:
         return False
     log.flush()
     started = time.monotonic()
-    with setup.student.whole() if isinstance(setup.student, ShardedStudent) else contextlib.nullcontext():
+    whole = setup.student.whole() if isinstance(setup.student, ShardedStudent) else contextlib.nullcontext()
+    with whole, setup.context.whole_rows():
         found = setup.processes.of_first(setup.validate(setup.student))
     setup.student.model.train()
     run.validations.append(Validation(run.step, **found))

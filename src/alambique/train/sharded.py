@@ -48,15 +48,19 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Processes:
-    """Those that train together, as one of them sees it. A process alone tells nobody, and pays nothing for it."""
+    """Those that train together, as one of them sees it. A process alone tells nobody, and pays nothing for it.
+
+    ``context`` neighbours share each row: see :mod:`alambique.train.context`.
+    """
 
     rank: int = 0
     size: int = 1
+    context: int = 1
 
     @classmethod
-    def of_group(cls) -> "Processes":
+    def of_group(cls, context: int = 1) -> "Processes":
         """All of the default process group."""
-        return cls(dist.get_rank(), dist.get_world_size())
+        return cls(dist.get_rank(), dist.get_world_size(), context)
 
     @property
     def leads(self) -> bool:

@@ -18,6 +18,7 @@ from alambique.losses.config import LossConfig
 from alambique.losses.distillation import distillation_loss
 from alambique.models.load import SplitModel
 from alambique.train.config import DistillConfig
+from alambique.train.context import APART, Context
 from alambique.train.data import MicroBatch, StepRows
 from alambique.train.flops import FlopCounter
 from alambique.train.sharded import ALONE, Processes, ShardedStudent, TooLarge
@@ -30,7 +31,7 @@ class Setup:
 
     ``teacher`` is the live one of the method ``online``; None where the rows carry the signal. ``validate`` compares
     the student with its teacher on held-out rows. Where there are several ``processes`` the student is sharded over
-    them.
+    them; in a ``context`` some of them share rows.
     """
 
     student: SplitModel
@@ -42,6 +43,7 @@ class Setup:
     stop: Callable[[], bool]
     validate: Callable[[SplitModel], dict[str, float]] | None = None
     processes: Processes = ALONE
+    context: Context = APART
 
 
 def add_gradients(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
@@ -82,7 +84,8 @@ def _halve(setup: Setup, run: Run) -> None:
     if run.micro_batch_rows == 1:
         raise UserError(
             f"one row of this data doesn't fit in the memory of {setup.device} beside the model: "
-            "set distill.gradient_checkpointing, prepare shorter rows (prepare.seq_len), or use a larger device."
+            "set distill.gradient_checkpointing, prepare shorter rows (prepare.seq_len), share rows between GPUs "
+            "(ALAMBIQUE_CONTEXT_PROCESSES), or use a larger one."
         )
     run.micro_batch_rows = (run.micro_batch_rows + 1) // 2
     if setup.processes.size > 1:
@@ -105,7 +108,7 @@ def _accumulate(setup: Setup, run: Run, batch: StepRows) -> Tensor | None:
             if len(micro.labels_N) == 0:
                 _idle(setup, micro)
                 continue
-            with _flop_counter(run, micro.num_rows) as counter:
+            with _flop_counter(run, micro.num_rows / setup.processes.context) as counter:
                 losses += _micro_step(setup, run, micro, max(1, batch.num_target_tokens), counter)
     setup.processes.sum_(losses)
     return losses
@@ -130,7 +133,8 @@ def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int, cou
     hidden_ND = micro.select(student.hidden(micro.input_ids_BS, micro.document_ids_BS))
     if counter:
         head_flops = 2 * len(hidden_ND) * student.head_weight_VD.numel()
-        run.meters.model_flops_per_row = 3 * (counter.flops - before + head_flops) / micro.num_rows
+        rows_worth = micro.num_rows / setup.processes.context
+        run.meters.model_flops_per_row = 3 * (counter.flops - before + head_flops) / rows_worth
     if setup.config.precision == "bf16":
         hidden_ND = hidden_ND.to(torch.bfloat16)  # what autocast would feed the head's product
     with torch.autocast(setup.device.type, enabled=False):
@@ -184,7 +188,7 @@ def _head_gradient(student: SplitModel, impl: str) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _flop_counter(run: Run, num_rows: int) -> Iterator[FlopCounter | None]:
+def _flop_counter(run: Run, num_rows: float) -> Iterator[FlopCounter | None]:
     """Count what happens inside, once in a run; None ever after."""
     if run.meters.flops_per_row:
         yield None

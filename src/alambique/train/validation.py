@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from alambique.data.dataset import PackedRows
-from alambique.heldout import HeldoutConfig, heldout
+from alambique.heldout import HeldoutConfig, Sharing, heldout, shares
 from alambique.models.load import SplitModel
 from alambique.train.config import DistillConfig
 
@@ -34,18 +34,23 @@ class _View:
 
 
 def validator(
-    teacher: SplitModel, rows: PackedRows, vocab_size: int, config: DistillConfig, device: torch.device
+    teacher: SplitModel,
+    rows: PackedRows,
+    vocab_size: int,
+    config: DistillConfig,
+    device: torch.device,
+    processes: Sharing | None = None,
 ) -> Validate:
     """Let the teacher read ``rows`` now; returns a function that compares a student with it, as often as one likes.
 
     That function gives ``kl_nats`` (KL(teacher ‖ student) over the whole vocabulary), ``agreement``, ``perplexity`` and
     ``calibration_error``, of the student in the precision that it trains in. Of the teacher it holds the head, and on
-    the CPU the hidden states, [rows, S, D] in the teacher's dtype: the rest of it may go.
+    the CPU the hidden states, [rows, S, D] in the teacher's dtype: the rest of it may go. Several ``processes`` share
+    the rows, and must call it together.
     """
     settings = HeldoutConfig.model_validate({"batch_rows": config.micro_batch_rows})
     states: dict[bytes, Tensor] = {}
-    for start in range(0, rows.num_rows, settings.batch_rows):
-        batch = slice(start, start + settings.batch_rows)
+    for batch, _ in shares(rows.num_rows, settings.batch_rows, processes):
         ids_BS, documents_BS = rows.input_ids_RS[batch].long(), rows.document_ids_RS[batch]
         with torch.inference_mode():
             states[_key(ids_BS, documents_BS)] = teacher.hidden(ids_BS.to(device), documents_BS.to(device)).cpu()
@@ -58,7 +63,7 @@ def validator(
 
         student.model.eval()  # the trainer turns it back
         views = {"student": _View.of(student, hidden)}
-        found = heldout(recorded, views, rows, vocab_size, settings, device, shown=False)
+        found = heldout(recorded, views, rows, vocab_size, settings, device, shown=False, processes=processes)
         return {name: float(found[name]["student"]) for name in FIGURES}
 
     return validate
