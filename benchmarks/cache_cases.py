@@ -33,17 +33,14 @@ def run(options: Options) -> Outcome:
     outcome = Outcome()
     rows = load_rows(4 if options.quick else _ROWS, options.quick)
     teacher = load_teacher(fast_dtype(options.device), options.device, options.quick)
-    hidden_ND = hidden_states(teacher, rows, batch_rows=8)
+    hidden_ND = hidden_states(teacher, rows)
     mask_RS = rows.loss_mask_RS.numpy()
     block = Block("0" * 32, 0, tuple(rows.row_hashes()))
-    for vocab in (300,) if options.quick else VOCABS:
-        if not _wanted(str(vocab), [str(v) for v in VOCABS], options):
-            continue
+    for vocab in (300,) if options.quick else map(int, options.keep(map(str, VOCABS))):
         entries = _entries(teacher, hidden_ND, vocab, mask_RS)
-        for codec in codec_names():
-            if _wanted(codec, codec_names(), options):
-                found = measure(codec, entries, block, mask_RS, options.repeats)
-                outcome.rows.append({"vocab": vocab, "codec": codec, **found})
+        for codec in options.keep(codec_names()):
+            found = measure(codec, entries, block, mask_RS, options.repeats)
+            outcome.rows.append({"vocab": vocab, "codec": codec, **found})
     exact = [row for row in outcome.rows if row["codec"] == "exact"]
     for key in ("bytes_per_token", "decode_tokens_per_s", "encode_tokens_per_s", "exact"):
         outcome.summary[key] = {str(row["vocab"]): row[key] for row in exact}
@@ -104,9 +101,3 @@ def _thread_seconds(step: Callable[[], object], repeats: int) -> float:
         step()
         seconds.append(time.thread_time() - start)
     return median(seconds)
-
-
-def _wanted(name: str, group: list[str], options: Options) -> bool:
-    """Whether ``--only`` keeps this member of a group; a group that it doesn't mention stays whole."""
-    mentioned = [only for only in options.only if only in group]
-    return not mentioned or name in mentioned

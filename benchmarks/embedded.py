@@ -2,7 +2,7 @@
 
 Needs what ``dvc repro student@smollm2_24l`` leaves in ``artifacts/``, and transformers; imported only where it is used.
 
-Dimension letters: N tokens, D hidden size, V vocabulary, B rows, S sequence.
+Dimension letters: N tokens, D hidden size, V vocabulary.
 """
 
 from pathlib import Path
@@ -12,12 +12,13 @@ import torch
 from alambique.core.errors import UserError
 from alambique.core.params import Params
 from alambique.core.signal import TopKSignal
-from alambique.data.dataset import PackedRows, PreparedData
+from alambique.data.dataset import PreparedData
 from alambique.models.fetch import fetch_model
 from alambique.models.load import SplitModel, load_model
 from benchmarks.cases import TOP_K
 from benchmarks.problems import Problem
 from benchmarks.records import ROOT
+from benchmarks.teacher_data import hidden_states
 
 _PAIR, _TEACHER = "smollm2_24l", "smollm2_135m"
 
@@ -35,22 +36,10 @@ def problem(tokens: int, device: torch.device, folder: Path = ROOT) -> Problem:
     uri = Params.load(folder / "params.yaml").get(f"teachers.{_TEACHER}.model")
     student = SplitModel(load_model(student_folder, dtype="float32", device=device))
     teacher = SplitModel(load_model(fetch_model(uri).path, dtype="float32", device=device))
+    hidden_ND = hidden_states(student, rows, tokens)
     with torch.no_grad():
-        hidden_ND = _hidden(student, rows, tokens, device)
-        teacher_NV = teacher.logits(_hidden(teacher, rows, tokens, device)).float()
+        teacher_NV = teacher.logits(hidden_states(teacher, rows, tokens))
         logprobs_NK, ids_NK = torch.log_softmax(teacher_NV, 1).topk(TOP_K, 1)
     signal = TopKSignal(ids_NK.int(), logprobs_NK, 1 - logprobs_NK.double().exp().sum(1).float())
     weight_VD = student.head_weight_VD.detach().float().clone()
     return Problem(hidden_ND.requires_grad_(), weight_VD.requires_grad_(), signal, ids_NK[:, 0])
-
-
-def _hidden(model: SplitModel, rows: PackedRows, tokens: int, device: torch.device) -> torch.Tensor:
-    found, total = [], 0
-    for row in range(rows.num_rows):
-        ids_BS, documents_BS = (x[row : row + 1].long().to(device) for x in (rows.input_ids_RS, rows.document_ids_RS))
-        hidden_SD = model.hidden(ids_BS, documents_BS)[0]
-        found.append(hidden_SD[rows.loss_mask_RS[row].to(device)].float())
-        total += found[-1].shape[0]
-        if total >= tokens:
-            break
-    return torch.cat(found)[:tokens].clone()

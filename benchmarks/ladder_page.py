@@ -1,9 +1,12 @@
 """What the ladder's runs say together: means over seeds, 95 % intervals, paired differences; two tables and a plot."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+import operator
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
 
 ONLINE = "online"
 FIXED = ("teacher", "before")  # the ends of the ladder, one evaluation each
@@ -31,12 +34,8 @@ class Interval(NamedTuple):
     @classmethod
     def of(cls, values: Sequence[float]) -> "Interval":
         """Of independent values: Student's t, at most ten of them."""
-        n = len(values)
-        mean = math.fsum(values) / n
-        if n < 2:
-            return cls(mean, None)
-        variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
-        return cls(mean, _T[n - 2] * math.sqrt(variance / n))
+        n, mean = len(values), statistics.fmean(values)
+        return cls(mean, _T[n - 2] * statistics.stdev(values) / math.sqrt(n) if n > 1 else None)
 
     def show(self, digits: int, sign: str = "") -> str:
         """As a cell of a table."""
@@ -52,16 +51,18 @@ def values(rows: Rows, rung: str, figure: str) -> dict[int, float]:
 
 def over_online(rows: Rows, rung: str) -> Interval | None:
     """Held-out KL over online's, seed by seed."""
-    ours, theirs = values(rows, rung, "kl_nats"), values(rows, ONLINE, "kl_nats")
-    pairs = [ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys()]
-    return Interval.of(pairs) if pairs else None
+    return _paired(rows, rung, "kl_nats", operator.truediv)
 
 
 def minus_online(rows: Rows, rung: str, figure: str) -> Interval | None:
     """A figure less online's, seed by seed: what both owe to the rows they saw drops out."""
+    return _paired(rows, rung, figure, operator.sub)
+
+
+def _paired(rows: Rows, rung: str, figure: str, compare: Callable[[float, float], float]) -> Interval | None:
     ours, theirs = values(rows, rung, figure), values(rows, ONLINE, figure)
-    pairs = [ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]
-    return Interval.of(pairs) if pairs else None
+    found = [compare(ours[seed], theirs[seed]) for seed in ours.keys() & theirs.keys()]
+    return Interval.of(found) if found else None
 
 
 def summary(rows: Rows) -> dict[str, dict[str, float | None]]:
@@ -95,36 +96,24 @@ def markdown(rows: Rows) -> str:
     return f"{_table(first)}\n\n{_table(second)}\n"
 
 
-def draw(rows: Rows, path: Path) -> None:
+def draw(rows: Rows) -> Figure:
     """Held-out KL by rung, and its excess over online's, both with 95 % intervals."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "alambique"  # the same rows give the same file
     rungs = _rungs(rows)[::-1]
     kl = [Interval.of(list(values(rows, rung, "kl_nats").values())) for rung in rungs]
     excess = [over_online(rows, rung) or Interval(math.nan, None) for rung in rungs]
-    figure, (left, right) = pyplot.subplots(1, 2, sharey=True, figsize=(8.5, 0.35 * len(rungs) + 1.4))
-    left.errorbar([i.mean for i in kl], rungs, xerr=[i.half or 0.0 for i in kl], fmt="o", markersize=4, capsize=3)
+    figure = Figure(figsize=(8.5, 0.35 * len(rungs) + 1.4))
+    left, right = figure.subplots(1, 2, sharey=True)
+    dots: dict[str, Any] = {"fmt": "o", "markersize": 4, "capsize": 3}
+    left.errorbar([i.mean for i in kl], rungs, xerr=[i.half or 0.0 for i in kl], **dots)
     left.set(xlabel="held-out KL, nats")
-    right.errorbar(
-        [100 * (i.mean - 1) for i in excess],
-        rungs,
-        xerr=[100 * (i.half or 0.0) for i in excess],
-        fmt="o",
-        markersize=4,
-        capsize=3,
-    )
+    percent, halves = [100 * (i.mean - 1) for i in excess], [100 * (i.half or 0.0) for i in excess]
+    right.errorbar(percent, rungs, xerr=halves, **dots)
     right.axvspan(-1, 1, alpha=0.15)
     right.set(xlabel="the same, % above online's, paired by seed", xscale="symlog")
     right.xaxis.set_major_formatter("{x:g}")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    return figure
 
 
 def _rungs(rows: Rows) -> list[str]:

@@ -6,7 +6,6 @@ states' and the head's gradients. Both g have the inputs' dtype as users get the
 
 from torch import Tensor
 
-from alambique.losses.distillation import distillation_loss
 from benchmarks import problems
 from benchmarks.cases import SMOLLM2_135M, Options, Outcome, Shape
 from benchmarks.contenders import BASELINES, Contender, available, ours
@@ -39,8 +38,8 @@ def run(options: Options) -> Outcome:
             problem.clear_gradients()
             loss = CONTENDERS[name].loss(problem)
             loss.backward()
-            found = _gradients(problem)
-            errors = [float((g.double() - e).norm() / e.norm()) for g, e in zip(found, exact[1:], strict=True)]
+            pairs = zip(problem.gradients(), exact[1:], strict=True)
+            errors = [float((g.double() - e).norm() / e.norm()) for g, e in pairs]
             loss_error = abs(loss.item() - exact[0].item()) / abs(exact[0].item())
             out.rows.append(
                 {
@@ -52,17 +51,10 @@ def run(options: Options) -> Outcome:
     return out
 
 
-def _gradients(problem: Problem) -> tuple[Tensor, Tensor]:
-    assert problem.hidden_ND.grad is not None
-    assert problem.weight_VD.grad is not None
-    return problem.hidden_ND.grad, problem.weight_VD.grad
-
-
 def _exact(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of the definition in float64, from the same bfloat16 inputs."""
     hidden_ND, weight_VD = (x.detach().double().requires_grad_() for x in (problem.hidden_ND, problem.weight_VD))
-    loss = distillation_loss(hidden_ND, weight_VD, problem.signal, impl="dense").loss
+    exact = Problem(hidden_ND, weight_VD, problem.signal, problem.labels_N)
+    loss = ours("dense").loss(exact)
     loss.backward()
-    assert hidden_ND.grad is not None
-    assert weight_VD.grad is not None
-    return loss.detach(), hidden_ND.grad, weight_VD.grad
+    return loss.detach(), *exact.gradients()

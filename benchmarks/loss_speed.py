@@ -133,6 +133,4 @@ def _filtered(options: Options, out: Outcome) -> dict[str, float] | None:
 def _gradients(problem: Problem, contender: Contender) -> list[Tensor]:
     problem.clear_gradients()
     contender.loss(problem).backward()
-    found = [grad.clone() for grad in (problem.hidden_ND.grad, problem.weight_VD.grad) if grad is not None]
-    problem.clear_gradients()
-    return found
+    return [grad.clone() for grad in problem.gradients()]

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from ruamel.yaml import YAML
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from alambique.core.errors import UserError, did_you_mean
 from alambique.core.params import Params
@@ -27,6 +26,7 @@ from alambique.train.state import DistillResult
 from benchmarks import timing
 from benchmarks.cases import TOP_K, Options
 from benchmarks.records import ROOT
+from benchmarks.teacher_data import random_llama, random_rows
 from pipeline import distill as stage
 
 
@@ -148,13 +148,7 @@ def _random(name: str, shape: _Shape, device: torch.device) -> Pair:
     generator = torch.Generator().manual_seed(0)
     config = DistillConfig.model_validate(shape.distill).resolved(device)
 
-    def rows(count: int) -> PackedRows:
-        ids_RS = torch.randint(shape.vocab, (count, shape.seq_len), generator=generator, dtype=torch.int32)
-        mask_RS = torch.ones_like(ids_RS, dtype=torch.bool)
-        mask_RS[:, -1] = False
-        return PackedRows(ids_RS, torch.zeros_like(ids_RS), mask_RS)
-
-    train, valid = rows(2 * config.rows_per_step), rows(2)
+    train, valid = (random_rows(n, shape.seq_len, shape.vocab, generator) for n in (2 * config.rows_per_step, 2))
     return Pair(
         name, train, valid, shape.vocab, _Signals(train, shape.vocab, generator), config,
         lambda: _llama(shape, shape.student_layers, torch.float32, device),
@@ -163,19 +157,11 @@ def _random(name: str, shape: _Shape, device: torch.device) -> Pair:
 
 
 def _llama(shape: _Shape, layers: int, dtype: torch.dtype, device: torch.device) -> SplitModel:
-    config = LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+    return random_llama(
+        dtype, device, vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.seq_len, tie_word_embeddings=False,
+        max_position_embeddings=shape.seq_len,
     )  # fmt: skip
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return SplitModel(LlamaForCausalLM(config).eval())
-    finally:
-        torch.set_default_dtype(before)
 
 
 class _Signals:

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+
 from benchmarks import ladder_page, records
 from benchmarks.cases import LLAMA31_8B, SMOLLM2_135M
 
@@ -36,7 +39,7 @@ def main(folder: Path = FOLDER) -> int:
         draw(points, "seconds", f"Time of one step of the loss, {device}\nD {tail}, K 100", folder / "loss_time.svg")
     ladder = newest(records.load("ladder"), ("rung", "seed"))
     if ladder:
-        ladder_page.draw(ladder, folder / "ladder.svg")
+        save(ladder_page.draw(ladder), folder / "ladder.svg")
     print(f"{len(memory)} rows of memory, {len(for_plot)} of time, {len(ladder)} of the ladder; plots in {folder}")
     return 0
 
@@ -51,13 +54,8 @@ def newest(rows: Sequence[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[s
 
 def draw(points: Sequence[tuple[str, int, float]], unit: str, title: str, path: Path) -> None:
     """One line per name over the number of tokens, both axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "alambique"  # the same rows give the same file
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.8))
+    figure = Figure(figsize=(7.5, 4.8))
+    axes = figure.subplots()
     names = list(dict.fromkeys(name for name, _, _ in points))
     for index, name in enumerate(names):
         line = sorted((tokens, value) for found, tokens, value in points if found == name)
@@ -74,9 +72,14 @@ def draw(points: Sequence[tuple[str, int, float]], unit: str, title: str, path: 
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, ncols=2)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As SVG: the same rows give the same file."""
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    with matplotlib.rc_context({"svg.hashsalt": "alambique"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -30,6 +30,12 @@ class Problem:
         yield from (self.hidden_ND, self.weight_VD, self.labels_N)
         yield from (self.signal.ids_NK, self.signal.logprobs_NK, self.signal.tail_mass_N)
 
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Those of the last step."""
+        assert self.hidden_ND.grad is not None
+        assert self.weight_VD.grad is not None
+        return self.hidden_ND.grad, self.weight_VD.grad
+
     def clear_gradients(self) -> None:
         """Drop the gradients of the last step."""
         self.hidden_ND.grad = self.weight_VD.grad = None
@@ -41,17 +47,7 @@ def make(shape: Shape, dtype: torch.dtype, device: torch.device | str, top_k: in
     The signal's entries are distinct and have no relation to the student, which costs the same time as any others.
     """
     n, d, v = shape.tokens, shape.hidden, shape.vocab
-    if torch.device(device).type == "meta":
-        hidden_ND, weight_VD = (
-            torch.empty(n, d, dtype=dtype, device=device),
-            torch.empty(v, d, dtype=dtype, device=device),
-        )
-        ids_NK = torch.empty(n, top_k, dtype=torch.int32, device=device)
-        logprobs_NK = torch.empty(n, top_k, dtype=torch.float16, device=device)
-        signal = TopKSignal(ids_NK, logprobs_NK, torch.empty(n, device=device))
-        labels_N = torch.empty(n, dtype=torch.int64, device=device)
-        return Problem(hidden_ND.requires_grad_(), weight_VD.requires_grad_(), signal, labels_N)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = None if torch.device(device).type == "meta" else torch.Generator(device).manual_seed(seed)
     hidden_ND = torch.randn(n, d, generator=generator, device=device).to(dtype)
     weight_VD = torch.randn(v, d, generator=generator, device=device).mul_(LOGIT_STD / d**0.5).to(dtype)
     first_N1 = torch.randint(v, (n, 1), generator=generator, device=device)

@@ -20,9 +20,9 @@ from alambique.planning.machine import machine
 from alambique.train.config import DistillConfig
 from alambique.train.hidden import require_held
 from pipeline.job import job_main
+from pipeline.run import STAGES
 
 SKIP = "ALAMBIQUE_SKIP_FIT"
-STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 
 
 class TeacherEntry(Config):
@@ -41,15 +41,12 @@ class PairEntry(Config):
 
 
 def check_params(path: Path = Path("params.yaml")) -> None:
-    """Validate every section of ``path`` and every stage's settings, without a download.
-
-    Raises:
-        UserError: one sentence for the first problem found.
-    """
+    """Validate every section of ``path`` and every stage's settings, without a download, up to the first problem."""
     params = Params.load(path)
+    sections = (*STAGES, "teachers", "pairs")
     for name in params.tree:
-        if name not in (*STAGES, "teachers", "pairs"):
-            raise UserError(f"{path}: unknown section {name}{did_you_mean(name, (*STAGES, 'teachers', 'pairs'))}")
+        if name not in sections:
+            raise UserError(f"{path}: unknown section {name}{did_you_mean(name, sections)}")
     teachers = params.keys("teachers")
     pairs = params.keys("pairs")
     for teacher in teachers:
@@ -61,8 +58,8 @@ def check_params(path: Path = Path("params.yaml")) -> None:
             raise UserError(f"{path}: pairs.{pair}.teacher = {entry.teacher} is not in teachers{hint}")
     for stage, *key in _every_job(teachers, pairs, params.keys("evaluate.benchmarks")):
         importlib.import_module(f"pipeline.{stage}").settings(params, *key)
-    for pair in pairs:
-        _check_tail(params, pair, params.get(f"pairs.{pair}.teacher"))
+        if stage == "distill":
+            _check_tail(params, *key)
     benchmarks = params.keys("evaluate.benchmarks")
     check_benchmarks({name: params.section(BenchmarkConfig, f"evaluate.benchmarks.{name}") for name in benchmarks})
 
@@ -84,10 +81,11 @@ def check_fit(path: Path = Path("params.yaml")) -> bool:
         raise UserError(f"{error} {SKIP}=1 runs it all the same.") from error
 
 
-def _check_tail(params: Params, pair: str, teacher: str) -> None:
+def _check_tail(params: Params, pair: str) -> None:
     """The loss must take the cache for what it will be; the `distill` stage would only find out hours later."""
     config = params.section(DistillConfig, "distill", f"pairs.{pair}.distill")
     if config.method != "online":  # which reads no cache
+        teacher = params.get(f"pairs.{pair}.teacher")
         capture = params.section(CaptureConfig, "teacher", f"teachers.{teacher}.capture")
         require_tail(capture.sampling is not None, config.loss.tail, f"{params.source}: pairs.{pair}")
         if config.hidden is not None:

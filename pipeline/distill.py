@@ -8,7 +8,6 @@ else.
 import contextlib
 import dataclasses
 import math
-import os
 import re
 import signal
 import sys
@@ -22,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from alambique.cache.reader import TeacherCache
 from alambique.cache.sampled import require_tail
+from alambique.core.environment import seconds, whole_number
 from alambique.core.errors import UserError
 from alambique.core.files import (
     MANIFEST,
@@ -82,7 +82,7 @@ def run(pair: str) -> None:
 
     SIGTERM saves a checkpoint and exits with status 75; the same command then continues from it.
     """
-    number, rank = _number("ALAMBIQUE_TRAIN_PROCESSES", 1), local_rank()
+    number, rank = whole_number("ALAMBIQUE_TRAIN_PROCESSES", 1), local_rank()
     with _stop_on_sigterm() as stop:
         try:
             if rank is not None:
@@ -130,21 +130,9 @@ class Job:
         return cls(pair, config, inputs, device, scratch, out)
 
 
-def _number(name: str, default: int) -> int:
-    """A number from the environment, rounded up (docs/environment.md)."""
-    text = os.environ.get(name) or str(default)
-    try:
-        value = math.ceil(float(text))
-    except (ValueError, OverflowError):
-        value = -1
-    if value < 0:
-        raise UserError(f"{name}={text} must be a number, 0 or more: correct or unset it.")
-    return value
-
-
 def _context() -> int:
     """How many processes share each row."""
-    return max(1, _number("ALAMBIQUE_CONTEXT_PROCESSES", 1))
+    return max(1, whole_number("ALAMBIQUE_CONTEXT_PROCESSES", 1))
 
 
 def _launch(job: Job, processes: Processes) -> None:
@@ -157,7 +145,7 @@ def _launch(job: Job, processes: Processes) -> None:
             f"ALAMBIQUE_TRAIN_PROCESSES={number} needs {number} GPUs, and {found} can be seen: lower it, or make more "
             "visible (CUDA_VISIBLE_DEVICES)."
         )
-    grace = _number("ALAMBIQUE_STOP_SECONDS", 10)  # as in pipeline/jobs.py
+    grace = math.ceil(seconds("ALAMBIQUE_STOP_SECONDS", 10))  # as in pipeline/jobs.py
     while True:
         tried = fitting_rows(job.scratch)
         code = launch(number, "-m", "pipeline.distill", job.pair, grace_seconds=grace)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alambique.core.environment import seconds, whole_number
 from alambique.core.errors import UserError
 from alambique.core.places import work_dir
 from alambique.core.progress import PROGRESS_FILE
@@ -106,32 +107,14 @@ class Limits:
             UserError: a value that can't be used.
         """
         return cls(
-            slots=_whole("ALAMBIQUE_SLOTS", 0),
-            capture_jobs=_whole("ALAMBIQUE_CAPTURE_JOBS", 0),
-            train_processes=max(1, _whole("ALAMBIQUE_TRAIN_PROCESSES", 1)),
-            retries=_whole("ALAMBIQUE_JOB_RETRIES", 1),  # assumption: what passes on a retry passes on the first one
-            retry_delay_seconds=_seconds("ALAMBIQUE_RETRY_DELAY_SECONDS", 10.0),  # assumption: memory is free by then
-            deadline_seconds=_seconds("ALAMBIQUE_DEADLINE_SECONDS", 7 * 24 * 3600.0),  # assumption: a week is a hang
-            stop_seconds=_seconds("ALAMBIQUE_STOP_SECONDS", 10.0),  # assumption: a checkpoint; more for large models
+            slots=whole_number("ALAMBIQUE_SLOTS", 0),
+            capture_jobs=whole_number("ALAMBIQUE_CAPTURE_JOBS", 0),
+            train_processes=max(1, whole_number("ALAMBIQUE_TRAIN_PROCESSES", 1)),
+            retries=whole_number("ALAMBIQUE_JOB_RETRIES", 1),  # assumption: what a retry can help, one helps
+            retry_delay_seconds=seconds("ALAMBIQUE_RETRY_DELAY_SECONDS", 10.0),  # assumption: memory is free by then
+            deadline_seconds=seconds("ALAMBIQUE_DEADLINE_SECONDS", 7 * 24 * 3600.0),  # assumption: a week is a hang
+            stop_seconds=seconds("ALAMBIQUE_STOP_SECONDS", 10.0),  # assumption: a checkpoint; more for large models
         )
-
-
-def _whole(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    if text and not text.isdigit():
-        raise UserError(f"{name}={text} must be a whole number, 0 or more: correct or unset it.")
-    return int(text) if text else default
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise UserError(f"{name}={text} must be a number of seconds, 0 or more: correct or unset it.")
-    return value
 
 
 def visible_gpus() -> list[str]:

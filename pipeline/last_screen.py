@@ -2,33 +2,26 @@
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from alambique import screen
 from alambique.core.params import Params
 from alambique.pages import write_index
 from alambique.report import cost_rows, quality_rows
 from pipeline import tracking
 
-_WIDTH = 100
 _COMPARED = 8  # assumption: more columns than this nobody compares; the table lets one choose
 
 
 def show(results: Path = Path("results"), console: Console | None = None) -> None:
-    """Print one table per pair whose report exists, and what to do with it; write the page over all pairs.
-
-    Args:
-        results: the folder of results.
-        console: where to print; stdout, 100 columns wide where it isn't a terminal.
-    """
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    """Print one table per pair whose report exists, and what to do with it; write the page over all pairs."""
+    console = console or screen.stdout()
     params = Params.load()
     pairs = params.keys("pairs")
     reports = [path for pair in pairs if (path := results / "report" / f"{pair}.json").is_file()]
@@ -78,18 +71,9 @@ def _table(summary: dict[str, Any]) -> Table:
     kl = f"KL to the teacher {-shares['kl_nats']:+.0%}, " if "kl_nats" in shares else ""
     change = summary["agreement"]["after"] - summary["agreement"]["before"]
     student = summary["student"]
-    table = Table(
-        title=f"{summary['pair']}: {kl}agreement {change:+.3f}",
-        title_style="bold",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        caption="± one standard error; differences below two of them say nothing",
-        caption_justify="left",
-    )
-    table.add_column("")
-    for who in ("teacher", "student before", "student after"):
-        table.add_column(who, justify="right", no_wrap=True)
+    title = f"{summary['pair']}: {kl}agreement {change:+.3f}"
+    caption = "± one standard error; differences below two of them say nothing"
+    table = screen.table(title, caption, "", ("teacher", "student before", "student after"))
     for label, *cells in quality_rows(summary):
         table.add_row(label, *cells[:-1], Text(cells[-1], style="bold"))
     table.add_section()
@@ -111,10 +95,7 @@ def _ideas(pairs: list[str], params: Params) -> list[str]:
 
 
 def _print(console: Console, label: str, lines: Iterable[str]) -> None:
-    """A label and lines beside it, never wrapped or shortened: they are there to be copied."""
-    for line in lines:
-        console.print(Text(f"{label:<10}", style="bold cyan") + Text(line), soft_wrap=True)
-        label = ""
+    screen.tell(console, label, lines, width=10)
 
 
 if __name__ == "__main__":

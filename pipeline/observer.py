@@ -74,16 +74,13 @@ class Observer:
         if self._points:
             self._curves.add(self._points)
             self._points = []
-        if self._curves.error is not None:
-            self._mute("MLflow", self._curves.error)
+        self._mute("MLflow", self._curves.error)
 
     def _end_curves(self, status: str) -> None:
-        if self._curves is None:
-            return
-        curves, self._curves = self._curves, None
-        curves.finish(status)
-        if curves.error is not None:
-            self._mute("MLflow", curves.error)
+        if self._curves is not None:
+            self._curves.finish(status)
+            self._mute("MLflow", self._curves.error)
+            self._curves = None
 
     def _prefect(self, tell: Any) -> None:
         import httpx
@@ -96,8 +93,8 @@ class Observer:
         except (PrefectException, httpx.HTTPError, OSError, ValueError) as error:
             self._mute("Prefect", error)
 
-    def _mute(self, who: str, error: BaseException) -> None:
-        if who in self._muted:
+    def _mute(self, who: str, error: BaseException | None) -> None:
+        if error is None or who in self._muted:
             return
         self._muted.add(who)
         first_line = next(iter(str(error).splitlines()), "")

@@ -146,7 +146,8 @@ MAY_IMPORT = {
     "report": ("core", "provenance"),
     "pages": ("core", "plots", "report"),
     "plots": ("core",),
-    "planning": ("core", *SIBLINGS, "train"),
+    "screen": (),
+    "planning": ("core", *SIBLINGS, "train", "screen"),
     "plan": ("core", *SIBLINGS, "train", "evaluate", "heldout", "planning"),
     "cli": ("core", *SIBLINGS, "pages", "plan", "planning"),
 }

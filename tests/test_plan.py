@@ -35,7 +35,10 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Params]:
     """The embedded pair with the settings that were measured, where its teacher's configuration alone was converted."""
     place = tmp_path_factory.mktemp("plan")
     text = (ROOT / "params.yaml").read_text()
-    for now, measured in (("rows_per_step: 2", "rows_per_step: 4"), ("train_rows: 128", "train_rows: 144")):
+    for now, measured in (
+        ("rows_per_step: 2", "rows_per_step: 4"), ("train_rows: 128", "train_rows: 144"), ("top_k: 50", "top_k: 100"),
+        ("keep: top_k_and_draws\n", "keep: top_k\n"), ("tail: sampled", "tail: bucket"),
+    ):  # fmt: skip
         assert now in text
         text = text.replace(now, measured)
     (place / "params.yaml").write_text(text)
@@ -80,6 +83,13 @@ def test_cache_of_the_embedded_pair_is_what_was_measured(found: Plan, embedded: 
     assert size.bytes_per_token == pytest.approx(BYTES_PER_TOKEN[dtype], rel=0.05)
     if dtype == "bfloat16":
         assert found.teachers["smollm2_135m"].cache_bytes_per_token == size.bytes_per_token
+
+
+def test_cache_of_a_top_k_and_draws_is_what_was_measured() -> None:
+    config = Params.load(ROOT / "params.yaml").section(CaptureConfig, "teacher")
+    assert config.keep == "top_k_and_draws"
+    size = cachesize.by_formula(SMOLLM2, config, "bfloat16", 256, 384)
+    assert size.bytes_per_token == pytest.approx(138.56, rel=0.05)  # docs/ladder.md
 
 
 def test_methods_come_in_the_order_of_their_memory(found: Plan) -> None:

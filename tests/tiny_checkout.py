@@ -16,8 +16,8 @@ from ruamel.yaml import YAML
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from alambique.core.files import content_sha256
 from alambique.core.params import Params
-from alambique.core.sources import content_sha256
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = (
@@ -177,7 +177,7 @@ class Checkout:
         """The project with ``count`` pairs, as if all were done: made-up outputs, and a dvc.lock that knows them."""
         self.root.mkdir(exist_ok=True)
         self._copy_code()
-        self.params = Params.load(ROOT / "params.yaml").tree
+        self.params = dict(Params.load(ROOT / "params.yaml").tree)
         (pair,) = self.params["pairs"].values()
         self.params["pairs"] = {f"pair_{number:02}": pair for number in range(count)}
         self._start_git()
@@ -246,4 +246,6 @@ class Checkout:
 
     def rows(self, uri: str = "sqlite:///mlflow.db") -> list[dict[str, Any]]:
         """The rows of MLflow's experiment *pairs*: data, status, names of artifacts and inputs, registered versions."""
-        return json.loads(self.command(sys.executable, "-W", "ignore", "-c", READ_ROWS, uri).strip().splitlines()[-1])
+        out = self.command(sys.executable, "-W", "ignore", "-c", READ_ROWS, uri)
+        found: list[dict[str, Any]] = json.loads(out.strip().splitlines()[-1])
+        return found

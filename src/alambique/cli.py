@@ -44,10 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="alambique", description="Looks into what the pipeline has made, or will.")
     subjects = parser.add_subparsers(required=True, metavar="SUBJECT")
-    _add_plan(subjects.add_parser("plan", help="memory, disk and time of what params.yaml asks for, before it runs"))
+    plan = subjects.add_parser("plan", help="memory, disk and time of what params.yaml asks for, before it runs")
+    plan.add_argument("--params", type=Path, default=Path("params.yaml"), help="file to plan (default params.yaml)")
+    plan.add_argument("--gpu", help="plan for this GPU, such as H100 (default: the visible one, or this host)")
+    plan.add_argument("--memory-gib", type=float, help="memory to fit (default: that of the GPU, or of this host)")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(command=_plan)
     report = subjects.add_parser("report", help="write the page over all pairs", description="Writes index.html.")
     report.add_argument("path", type=Path, nargs="?", default=Path("results/report"), help="default: results/report")
-    report.set_defaults(command=_report)
+    report.set_defaults(command=lambda options: print(write_index(options.path)))
     cache = subjects.add_parser("cache", help="a teacher's cache")
     commands = cache.add_subparsers(required=True, metavar="COMMAND")
     for name, command, text in (
@@ -65,24 +70,12 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--position", type=int, default=0, help="position in the row (default 0)")
             sub.add_argument("--top", type=int, default=20, help="entries to show (default 20)")
             sub.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, to show tokens instead of ids")
-        if name == "diff":
+        elif name == "diff":
             sub.add_argument("other", type=Path, help="folder of the other cache")
             sub.add_argument("--rows", type=int, help="rows in common to compare, evenly spaced (default all)")
-        if name == "rescore":
+        elif name == "rescore":
             sub.add_argument("--data", type=Path, required=True, help="prepared rows, such as artifacts/prepare/NAME")
     return parser
-
-
-def _report(options: argparse.Namespace) -> None:
-    print(write_index(options.path))
-
-
-def _add_plan(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--params", type=Path, default=Path("params.yaml"), help="file to plan (default params.yaml)")
-    sub.add_argument("--gpu", help="plan for this GPU, such as H100 (default: the visible one, or this host)")
-    sub.add_argument("--memory-gib", type=float, help="memory to fit (default: that of the GPU, or of this host)")
-    sub.add_argument("--json", action="store_true", help="print JSON")
-    sub.set_defaults(command=_plan)
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -81,11 +81,7 @@ def stock_tasks() -> Path:
 
 
 def read_benchmark(name: str, evals: Path = EVALS) -> Benchmark:
-    """Read ``evals/<name>/benchmark.yaml``.
-
-    Raises:
-        UserError: no such folder, with the nearest right name or with what to write; or a bad file.
-    """
+    """Read ``evals/<name>/benchmark.yaml``; a UserError has the nearest right name, or what to write or to correct."""
     path = evals / name / _SPEC
     if path.is_file():
         return validate(Benchmark, YAML(typ="safe").load(path.read_text()), str(path))
@@ -95,11 +91,9 @@ def read_benchmark(name: str, evals: Path = EVALS) -> Benchmark:
             f"evaluate.benchmarks.{name}: {path} does not exist; lm-eval has a task {name}, so "
             f"write `task: {name}` there."
         )
-    near = did_you_mean(name, local)  # those of this project first: lm-eval has 14,000 names
-    if not near.startswith("; did"):
-        near = did_you_mean(name, known)
-    if not near.startswith("; did"):
-        near = f"; folders of {evals}/: {', '.join(local)}; `lm_eval ls tasks` lists lm-eval's tasks"
+    others = f"; folders of {evals}/: {', '.join(local)}; `lm_eval ls tasks` lists lm-eval's tasks"
+    nearest = (did_you_mean(name, names) for names in (local, known))  # this project's first: lm-eval has 14,000
+    near = next((hint for hint in nearest if hint.startswith("; did")), others)
     raise UserError(f"evaluate.benchmarks.{name}: neither {evals}/ nor lm-eval knows {name}{near}")
 
 
@@ -132,13 +126,9 @@ def _stock_names() -> set[str]:
 
 
 def render_tasks(spec: Benchmark, data: Path, limit: int | None, folder: Path) -> list[Path]:
-    """Write task files for lm-eval that include the stock ones and differ only in where the data come from.
+    """Write task files for lm-eval into ``folder`` that include the stock ones and differ only in where the data are.
 
-    Args:
-        spec: the benchmark.
-        data: what ``spec.data`` was fetched to.
-        limit: documents per task that will be evaluated; the others are not even read.
-        folder: an empty folder for the rendered files.
+    Of each task ``limit`` documents will be evaluated; the others are not even read.
 
     Returns:
         Folders for ``TaskManager(include_path=...)``, in order: later ones override earlier ones.
@@ -151,11 +141,8 @@ def render_tasks(spec: Benchmark, data: Path, limit: int | None, folder: Path) -
     for source in [stock] if stock.is_file() else sorted(stock.glob("*.yaml")):
         definition = {**load_yaml(source, resolve_func=False), **spec.override}
         if isinstance(name := definition.get("task"), str):
-            rendered = {
-                "include": str(source),
-                **spec.override,
-                "dataset_kwargs": _data_of(definition, spec, data, limit),
-            }
+            dataset = _data_of(definition, spec, data, limit)
+            rendered = {"include": str(source), **spec.override, "dataset_kwargs": dataset}
             with (folder / f"{name}.yaml").open("w") as stream:
                 YAML(typ="safe").dump(rendered, stream)
                 stream.write(f"custom_dataset: !function {__name__}.{local_dataset.__name__}\n")

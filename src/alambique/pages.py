@@ -20,7 +20,7 @@ from alambique.report import WHO, cost_figures, gap_silence, known, lineage_rows
 
 INDEX = "index.html"
 TEMPLATES = Path(__file__).with_name("templates")
-_HEADLINE = ("kl_nats", "agreement", "perplexity")  # the first rows of quality_rows
+_HEADLINE = ("kl_nats", "agreement", "perplexity")  # the first of the measures
 
 
 def pair_page(
@@ -29,31 +29,25 @@ def pair_page(
     settings: Mapping[str, Any],
     model_folder: str,
 ) -> str:
-    """The report of one pair.
+    """The report of one pair; parts that the summary lacks are left out, and so is an empty curve.
 
-    Args:
-        summary: what :func:`alambique.report.summarise` returned, with ``fingerprint`` and, of Git, ``git_commit`` and
-            ``git_dirty`` where there is one. Parts that it lacks are left out of the page.
-        curve: what :func:`alambique.report.read_curve` returned; may be empty.
-        settings: everything that was set, flat.
-        model_folder: where the distilled model lies.
+    ``summary`` has a ``fingerprint`` besides, and ``git_commit`` and ``git_dirty`` where there is Git; ``settings`` is
+    everything that was set, flat.
     """
     figures = {"kl": _drawn("kl", "KL from the teacher over training", plots.divergence, kl_points(summary))}
     if summary["benchmarks"]:
         figures["accuracy"] = _drawn("accuracy", "Benchmarks", plots.accuracy, summary["benchmarks"])
     if curve:
         figures["loss"] = _drawn("loss", "Training loss", plots.loss_curve, curve)
-    rows, silent = quality_rows(summary), {key: gap_silence(row) for key, row in summary["benchmarks"].items()}
-    keys = [*_HEADLINE, "calibration_error", *summary["benchmarks"]]
-    measures = [_measure(summary, key, row, silent.get(key)) for key, row in zip(keys, rows, strict=True)]
+    silent = {key: gap_silence(row) for key, row in summary["benchmarks"].items()}
     return _render(
         "pair.html",
         summary={**dict.fromkeys(("git_commit", "git_dirty", "validation")), **summary},
         lineage=lineage_rows(summary),
-        measures=measures,
+        measures=[_measure(summary, key, row, silent.get(key)) for key, row in _quality(summary).items()],
         removed=removed(summary["student"]).replace("`", ""),
-        costs=_with_bars(cost_figures(summary)),
-        cache=_cache(summary.get("cache")),
+        costs=cost_figures(summary),
+        cache=summary.get("cache"),
         figures=figures,
         settings={name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()},
         model_folder=model_folder,
@@ -71,6 +65,12 @@ def kl_points(summary: Mapping[str, Any]) -> list[tuple[float, float, float | No
         *between,
         (distill["num_tokens"], kl_nats["after"], stderr.get("after")),
     ]
+
+
+def _quality(summary: Mapping[str, Any]) -> dict[str, tuple[str, str, str, str]]:
+    """The rows of the table of results, by measure."""
+    keys = (*_HEADLINE, "calibration_error", *summary["benchmarks"])
+    return dict(zip(keys, quality_rows(summary), strict=True))
 
 
 def _measure(
@@ -95,31 +95,10 @@ def _percent(share: float) -> float:
     return round(100 * min(max(share, 0.0), 1.0), 2)
 
 
-def _with_bars(costs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Costs with the length of each bar, in percent of the longest of its column."""
-    most = {name: max((row[name] or 0 for row in costs), default=0) for name in ("peak_mib", "tokens_per_s")}
-    bars = [{f"{name}_bar": _percent((row[name] or 0) / (top or 1)) for name, top in most.items()} for row in costs]
-    return [{**row, **bar} for row, bar in zip(costs, bars, strict=True)]
-
-
-def _cache(contents: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if contents is None:
-        return None
-    total = sum(contents["bytes_per_token"].values())
-    parts = [
-        {"name": name, "bytes": size, "share": round(size / (total or 1), 4)}
-        for name, size in contents["bytes_per_token"].items()
-    ]
-    return {**contents, "total": total, "parts": parts}
-
-
 def write_index(folder: Path) -> Path:
     """Write the page over all reports of ``folder``, from their JSON files, and return its path.
 
     A file that isn't a report, or is of another version, is named on the page and otherwise left alone.
-
-    Raises:
-        UserError: the folder doesn't exist.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist: name the folder of reports, or make one with `make repro`.")
@@ -141,9 +120,7 @@ def write_index(folder: Path) -> Path:
 def index_page(summaries: Sequence[Mapping[str, Any]], skipped: Sequence[str] = ()) -> str:
     """The page over all pairs: a table by teacher, and size against accuracy.
 
-    Args:
-        summaries: one per pair, each with ``page``: the name of its own page, or None.
-        skipped: names of files that are no reports.
+    Each summary has ``page`` besides: the name of its own page, or None. ``skipped`` names files that are no reports.
     """
     benchmarks = list(dict.fromkeys(name for summary in summaries for name in summary["benchmarks"]))
     teachers: dict[str, list[Mapping[str, Any]]] = {}
@@ -171,8 +148,7 @@ def _order(summary: Mapping[str, Any]) -> tuple[float, str]:
 
 def _row(summary: Mapping[str, Any], benchmarks: Sequence[str], who: str = "after") -> dict[str, Any]:
     """One line of the table, formatted: of a student after training, or of its teacher."""
-    rows = quality_rows(summary)
-    cells = dict(zip((*_HEADLINE, "calibration_error", *summary["benchmarks"]), rows, strict=True))
+    cells = _quality(summary)
     column, student = 1 + WHO.index(who), summary["student"]
     cost = summary["teacher" if who == "teacher" else "distill"]
     size = student["teacher_parameters" if who == "teacher" else "num_parameters"]

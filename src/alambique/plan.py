@@ -116,12 +116,10 @@ def require_fit(params: Params, machine: Machine) -> bool:
     all_known = True
     for entry in entries:
         try:
-            need = None if entry.surely_fits() else entry.least()
+            if not entry.surely_fits() and machine.impossible(need := entry.least()):
+                raise UserError(f"{params.source}: {entry.advice(need)}")
         except NotAtHand:
             all_known = False
-            continue
-        if need is not None and machine.impossible(need):
-            raise UserError(f"{params.source}: {entry.advice(need)}")
     return all_known
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
@@ -89,31 +90,28 @@ def _thin(points: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
 def divergence(points: Sequence[tuple[float, float, float | None]], width: float = WIDE) -> bytes:
     """KL(teacher ‖ student) on held-out text over training.
 
-    Args:
-        points: training tokens so far, nats per token and its standard error; the first is before training, the last
-            after it.
-        width: of the plot, in inches.
+    ``points`` are training tokens so far, nats per token and its standard error: the first before training, the last
+    after it.
     """
-    points = [(x, value, error and _finite(error)) for x, value, error in points if math.isfinite(value)]
+    drawn = [
+        (x, value, error if error and math.isfinite(error) else 0.0)
+        for x, value, error in points
+        if math.isfinite(value)
+    ]
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(width, 2.4)
-        tokens, values = [point[0] for point in points], [point[1] for point in points]
-        axes.plot(tokens, values, ":" if len(points) == 2 else "-", color=_COLOURS["after"])
-        for who, (x, value, error) in zip(("before", "after"), (*points[:1], *points[1:][-1:]), strict=False):
-            axes.errorbar([x], [value], [error or 0.0], fmt="o", capsize=3, color=_COLOURS[who])
+        tokens, values = [point[0] for point in drawn], [point[1] for point in drawn]
+        axes.plot(tokens, values, ":" if len(drawn) == 2 else "-", color=_COLOURS["after"])
+        for who, (x, value, error) in zip(("before", "after"), (*drawn[:1], *drawn[1:][-1:]), strict=False):
+            axes.errorbar([x], [value], [error], fmt="o", capsize=3, color=_COLOURS[who])
             (aside, ha), (up, va) = _AWAY[who], (-7, "top") if value < values[0] else (7, "bottom")
             axes.annotate(f"{value:.3f} {who}", (x, value), (aside, up), textcoords="offset points", ha=ha, va=va)
-        axes.set_title(
-            f"{'KL from the teacher on held-out text' if width > NARROW else 'Held-out KL'}, nats: lower is better"
-        )
-        axes.set_ylim(0, 1.3 * max((value + (error or 0.0) for _, value, error in points), default=0.0) or 1)
+        title = "KL from the teacher on held-out text" if width > NARROW else "Held-out KL"
+        axes.set_title(f"{title}, nats: lower is better")
+        axes.set_ylim(0, 1.3 * max((value + error for _, value, error in drawn), default=0.0) or 1)
         axes.grid(axis="y")
         _over_tokens(axes)
         return _svg(figure)
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
 
 
 def _over_tokens(axes: Axes) -> None:
@@ -123,12 +121,7 @@ def _over_tokens(axes: Axes) -> None:
 
 
 def accuracy(benchmarks: Mapping[str, Mapping[str, Any]], width: float = WIDE) -> bytes:
-    """Teacher, before and after on each benchmark, ± one and two standard errors, with the level of chance.
-
-    Args:
-        benchmarks: {name: {"teacher" | "before" | "after": {"metric", "value", "stderr", "n"}, "chance": float | None}}
-        width: of the plot, in inches.
-    """
+    """Teacher, before and after on each benchmark of a report, ± one and two standard errors, with chance."""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(width, 1.1 + 0.75 * len(benchmarks))
         for offset, who in zip((-0.24, 0.0, 0.24), _COLOURS, strict=True):
@@ -167,13 +160,7 @@ class Sized:
 
 
 def size_accuracy(models: Sequence[Sized], what: str, width: float = WIDE) -> bytes:
-    """Accuracy over the number of parameters, ± one standard error, each model with its name.
-
-    Args:
-        models: students after training, and teachers.
-        what: the accuracy's name.
-        width: of the plot, in inches.
-    """
+    """Accuracy (``what``) over the number of parameters, ± one standard error, each model with its name."""
     with matplotlib.rc_context({**_STYLE, "figure.dpi": 72}):  # a pixel is a point: labels are placed in these
         figure, axes = _figure(width, 4.6)
         for model in models:
@@ -192,9 +179,8 @@ def size_accuracy(models: Sequence[Sized], what: str, width: float = WIDE) -> by
             axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: parameters(value)))
         left, right = axes.get_xlim()  # the largest models' names need room
-        axes.set_xlim(
-            right=right * (right / left) ** 0.15 if axes.get_xscale() == "log" else right + 0.15 * (right - left)
-        )
+        more = right * (right / left) ** 0.15 if axes.get_xscale() == "log" else right + 0.15 * (right - left)
+        axes.set_xlim(right=more)
         axes.set_xlabel("parameters")
         axes.set_title(what)
         axes.grid(axis="y")
@@ -206,16 +192,11 @@ def size_accuracy(models: Sequence[Sized], what: str, width: float = WIDE) -> by
 def _label(axes: Axes, models: Sequence[Sized]) -> None:
     ends = [(model, model.before) for model in models if model.before is not None]
     ends += [(model, model.value + sign * (model.stderr or 0.0)) for model in models for sign in (-1, 1)]
-    on_lines = [
-        (model.num_parameters, model.value + (end - model.value) * part / 8)
-        for model, end in ends
-        for part in range(1, 9)
-    ]
+    on_lines = [(model.num_parameters, value) for model, end in ends for value in np.linspace(model.value, end, 9)[1:]]
     named = [(model.num_parameters, model.value) for model in models]
     befores = [(model.num_parameters, model.before) for model in models if model.before is not None]
     points, lines = (
-        [(float(x), float(y)) for x, y in map(axes.transData.transform, corners)]
-        for corners in (named + befores, on_lines)
+        [tuple(place) for place in axes.transData.transform(places)] for places in (named + befores, on_lines)
     )
     box = axes.get_window_extent()
     found = place_labels(points, [model.label for model in models], (box.x0, box.y0, box.x1, box.y1), lines)
@@ -223,10 +204,8 @@ def _label(axes: Axes, models: Sequence[Sized]) -> None:
         if place is None:
             continue
         offset = (place[0] - point[0], place[1] - point[1])
-        edge = (
-            _clamp(offset[0], _width(model.label)),
-            _clamp(offset[1], _FONT_SIZE),
-        )  # of the label, nearest the point
+        # Of the label, the place nearest to the point.
+        edge = (_clamp(offset[0], _width(model.label)), _clamp(offset[1], _FONT_SIZE))
         corner, colour = (model.num_parameters, model.value), _COLOURS[model.who]
         options: dict[str, Any] = {"textcoords": "offset points", "in_layout": False}
         if math.hypot(*edge) > 2 * _FONT_SIZE:

@@ -1,6 +1,7 @@
 """What a distillation was worth, from the JSON files of its stages: one summary, one page, flat metrics."""
 
 import csv
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,14 @@ _DISTILL = (
     "device",
 )  # fmt: skip
 _EVALUATION = ("peak_mib", "seconds", "device")
-
+_HELDOUT = ("kl_nats", "agreement", "perplexity", "calibration_error", "stderr")
+# Label, what a perfect student has where the teacher isn't measured, and digits.
+_QUALITY = {
+    "kl_nats": ("KL from the teacher, nats ↓", "0", 3),
+    "agreement": ("top-1 agreement ↑", "1", 3),
+    "perplexity": ("perplexity ↓", None, 1),
+    "calibration_error": ("calibration error ↓", None, 3),
+}
 _STUDENT = (
     "num_parameters", "teacher_parameters", "strategy", "layers_removed", "teacher_sizes", "intermediate_size",
     "num_key_value_heads",
@@ -28,13 +36,7 @@ _WIDTHS = {"intermediate_size": "MLP channels", "num_key_value_heads": "groups o
 
 
 def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str]) -> dict[str, Any]:
-    """Gather what the stages measured about one pair.
-
-    Args:
-        results: the folder of results, usually ``results``; ``artifacts`` lies beside it.
-        pair: key of the pair.
-        teacher: key of its teacher.
-        benchmarks: keys of ``evaluate.benchmarks``.
+    """Gather what the stages measured about one pair, from the folder of results; ``artifacts`` lies beside it.
 
     Returns:
         JSON-ready: ``kl_nats``, ``agreement`` ({before, after}), ``perplexity`` ({teacher, before, after}), ``stderr``
@@ -51,11 +53,7 @@ def summarise(results: Path, pair: str, teacher: str, benchmarks: Sequence[str])
     artifacts, trained = results.with_name("artifacts"), results / "distill" / f"{pair}.json"
     summary: dict[str, Any] = {
         "pair": pair,
-        "kl_nats": heldout["kl_nats"],
-        "agreement": heldout["agreement"],
-        "perplexity": heldout["perplexity"],
-        "calibration_error": heldout["calibration_error"],
-        "stderr": heldout["stderr"],
+        **{name: heldout[name] for name in _HELDOUT},
         "heldout_tokens": heldout["num_tokens"],
         "benchmarks": rows,
         "teacher": {"key": teacher, **_figures(results / "teacher" / f"{teacher}.json", _TEACHER)},
@@ -182,23 +180,15 @@ def read_curve(path: Path) -> list[dict[str, float]]:
 
 def quality_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """The table of results: (what, teacher, before, after), formatted, with standard errors where they exist."""
-    stderr = summary["stderr"]
-    rows = [
-        ("KL from the teacher, nats ↓", "0", *_pair(summary["kl_nats"], stderr["kl_nats"], 3)),
-        ("top-1 agreement ↑", "1", *_pair(summary["agreement"], stderr["agreement"], 3)),
-        (
-            "perplexity ↓",
-            _plus_minus(summary["perplexity"]["teacher"], stderr["perplexity"]["teacher"], 1),
-            *_pair(summary["perplexity"], stderr["perplexity"], 1),
-        ),
-    ]
-    error = summary["calibration_error"]  # over bins of all rows, so there is no spread over rows to show
-    teacher, before, after = (_plus_minus(error[who], None, 3) for who in WHO)
-    rows.append(("calibration error ↓", teacher, before, after))
+    rows = []
+    for name, (label, perfect, digits) in _QUALITY.items():
+        # A calibration error is over bins of all rows, so there is no spread over rows to show.
+        values, errors = summary[name], summary["stderr"].get(name, {})
+        teacher, before, after = (_plus_minus(values.get(who), errors.get(who), digits) for who in WHO)
+        rows.append((label, perfect or teacher, before, after))
     for name, row in summary["benchmarks"].items():
-        values = (_plus_minus(row[who]["value"], row[who]["stderr"], 3) for who in WHO)
+        teacher, before, after = (_plus_minus(row[who]["value"], row[who]["stderr"], 3) for who in WHO)
         chance = "" if row["chance"] is None else f", chance {row['chance']:g}"
-        teacher, before, after = values
         rows.append((f"{name} {row['after']['metric']} ↑ (n {row['after']['n']:,}{chance})", teacher, before, after))
     return rows
 
@@ -225,11 +215,6 @@ def cost_figures(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"stage": stage, **{name: figures.get(name) for name in names}} for stage, figures in found]
 
 
-def _pair(values: Mapping[str, float], stderr: Mapping[str, float | None], digits: int) -> tuple[str, str]:
-    before, after = (_plus_minus(values[who], stderr.get(who), digits) for who in ("before", "after"))
-    return before, after
-
-
 def _plus_minus(value: float | None, stderr: float | None, digits: int) -> str:
     if not known(value):
         return "-"
@@ -237,13 +222,7 @@ def _plus_minus(value: float | None, stderr: float | None, digits: int) -> str:
 
 
 def page(summary: Mapping[str, Any], plots: Mapping[str, str], model_folder: str) -> str:
-    """The report as Markdown.
-
-    Args:
-        summary: what :func:`summarise` returned, with ``fingerprint``.
-        plots: title -> path of an SVG, relative to the page.
-        model_folder: where the distilled model lies.
-    """
+    """The report as Markdown; ``plots`` gives the path of each one's SVG, relative to the page, by title."""
     student, teacher, distill = summary["student"], summary["teacher"], summary["distill"]
     smaller = student["num_parameters"] / student["teacher_parameters"]
     shares = ", ".join(f"{name} {recovered(summary, name)}" for name in summary["gap_recovered"]) or "-"
@@ -295,12 +274,8 @@ def removed(student: Mapping[str, Any]) -> str:
 
 def _runs(numbers: Sequence[int]) -> str:
     """Ascending numbers in short: 3, 5 to 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    places = itertools.groupby(enumerate(numbers), key=lambda place: place[1] - place[0])
+    runs = [[number for _, number in run] for _, run in places]
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 

@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -106,16 +107,7 @@ def run_benchmark(
     fetch: Fetch,
     evals: Path = EVALS,
 ) -> dict[str, Any]:
-    """Score one model on one benchmark.
-
-    Args:
-        model_path: a transformers folder.
-        name: the key below ``evaluate.benchmarks``.
-        config: its value.
-        settings: how to run the model.
-        device: where.
-        fetch: gets the benchmark's data, a URI -> a local folder (``core.sources.fetch``).
-        evals: the folder of local benchmarks.
+    """Score the model in the folder ``model_path`` on the benchmark ``name``; ``fetch`` gets its data.
 
     Returns:
         JSON-ready: metric, value, stderr, n (documents scored), limit, num_fewshot, chance, all metrics, versions,
@@ -207,11 +199,7 @@ def _headline(task: str, found: Any, metric: str | None) -> dict[str, Any]:
 def _pooled_stderr(leaves: dict[str, list[dict[str, Any]]], metric: str) -> float | None:
     """Standard error over all documents, where lm-eval has none: its own needs two documents in every task."""
     values = [float(sample[metric]) for samples in leaves.values() for sample in samples if metric in sample]
-    if len(values) < 2:
-        return None
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return math.sqrt(variance / len(values))
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _versions(task: str, found: Any) -> dict[str, Any]:

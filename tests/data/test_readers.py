@@ -42,7 +42,7 @@ def test_jsonl_fields_patterns_and_lengths(tmp_path: Path, name: str) -> None:
     config = corpus("jsonl", field="doc.query", pattern=r"(?s)Background: (.*?)\nQ", min_chars=3)
     documents, skipped = read_corpus(path, config)
     assert [document.text for document in documents] == ["long enough"]
-    assert (skipped.unmatched, skipped.too_short) == (1, 2)
+    assert skipped == {"unmatched": 1, "too_short": 2}
     assert documents[0].where == f"{name}, line 1"
 
 

@@ -11,12 +11,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from alambique.kernels import topk_rows as module
+from alambique.losses.config import LossConfig
 
-def compiles(settings, logits, gradient, absent):
+def compiles(objective, logits, gradient, absent):
     pointers = ["z_ptr", "dz_ptr", "bias_ptr", "ids_ptr", "log_p_ptr", "log_r_ptr", "label_ptr", "grad_scale_ptr"]
     types = dict.fromkeys([*pointers, "rows_ptr"], "*" + logits)
     types |= {"dz_ptr": "*" + gradient, "ids_ptr": "*i64", "label_ptr": "*i64"}
-    constants = {**settings.constants(), "BLOCK_V": module.BLOCK_COLUMNS, "BLOCK_K": 128, **dict.fromkeys(absent)}
+    constants = {**objective, "BLOCK_V": module.BLOCK_COLUMNS, "BLOCK_K": 128, **dict.fromkeys(absent)}
     names = module._topk_rows.arg_names
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
@@ -29,9 +30,13 @@ def compiles(settings, logits, gradient, absent):
     assert len(compiled.asm["cubin"]) > 0
 
 for divergence in module.DIVERGENCES:
-    plain = module.Settings(divergence, 0.5, False, None, 1.0, 1.0, 0.0, 0.0, 1.0, None)
+    plain = module.constants(LossConfig(divergence=divergence), None)
     compiles(plain, "fp32", "bf16", ["bias_ptr", "label_ptr"])
-everything = module.Settings("reverse_kl", 0.5, True, -16.0, 2.0, 0.5, 0.5, 1e-4, 0.5, 30.0)
+everything = LossConfig(
+    divergence="reverse_kl", tail="truncate", temperature=2, kd_weight=0.5, ce_weight=0.5, z_loss=1e-4,
+    logit_scale=0.5, logit_softcap=30,
+)
+everything = module.constants(everything, 1e-7)
 compiles(everything, "fp32", "fp16", [])
 compiles(everything, "fp64", "fp64", ["grad_scale_ptr"])
 print("compiled")

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from alambique.kernels import topk_rows
-from alambique.kernels.topk_rows import Settings
+from alambique.losses.config import LossConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.gpu
-KL = Settings("forward_kl", 0.5, False, None, 1.0, 1.0, 0.0, 0.0, 1.0, None)
+KL = topk_rows.constants(LossConfig(), None)
 
 
 def problem(rows: int, columns: int, kept: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from alambique import DenseSignal, LossConfig, LossOutput, TopKSignal, distillation_loss
 from alambique.core.signal import Signal, StatesSignal
-from alambique.losses import divergence
 from alambique.losses.config import Tail
+from alambique.losses.divergence import DIVERGENCES
 
 F64 = torch.float64
 
@@ -69,8 +69,8 @@ def objectives() -> list[tuple[str, Tail]]:
     """Every divergence with every tail that it can have."""
     return [
         (name, tail)
-        for name, tail in itertools.product(divergence.names(), get_args(Tail))
-        if tail == "bucket" or not divergence.load(name).ZERO_TEACHER_IS_INFINITE
+        for name, tail in itertools.product(DIVERGENCES, get_args(Tail))
+        if tail == "bucket" or not DIVERGENCES[name].infinite_without_teacher
     ]
 
 

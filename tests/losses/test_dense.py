@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from alambique import LossConfig, TopKSignal, distillation_loss
-from alambique.losses import divergence
 from alambique.losses.config import Tail
+from alambique.losses.divergence import DIVERGENCES
 from tests.losses.problems import Case, dense, grads, make_case, objectives
 
 
@@ -155,7 +155,7 @@ def test_finite_differences_of_every_objective_and_option(name: str, tail: Tail,
 
 
 @pytest.mark.parametrize("impl", ["dense", "recompute"])
-@pytest.mark.parametrize("name", divergence.names())
+@pytest.mark.parametrize("name", DIVERGENCES)
 def test_finite_differences_with_a_dense_signal(name: str, impl: str) -> None:
     for temperature, ce, cap, bias, masked in OPTIONS:
         case = make_case(n=3, d=2, v=7, k=3, pad=1, spread=1.0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from alambique import LossConfig, distillation_loss
-from alambique.losses import divergence
 from alambique.losses.config import Tail
 from alambique.losses.distillation import PATHS
+from alambique.losses.divergence import DIVERGENCES
 from tests.losses.problems import make_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,5 +83,5 @@ def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_page_names_every_path_divergence_and_tail() -> None:
     text = PAGE.read_text()
-    for name in (*PATHS, *divergence.names(), *get_args(Tail)):
+    for name in (*PATHS, *DIVERGENCES, *get_args(Tail)):
         assert f"`{name}`" in text, name

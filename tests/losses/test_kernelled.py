@@ -12,8 +12,9 @@ import torch
 from alambique import DenseSignal, LossConfig, TopKSignal, distillation_loss
 from alambique.core.errors import UserError
 from alambique.kernels import topk_rows
-from alambique.losses import divergence, kernelled
+from alambique.losses import kernelled
 from alambique.losses.distillation import choose
+from alambique.losses.divergence import DIVERGENCES
 from alambique.losses.task import Task, build
 from tests.losses.problems import Case, assert_same, dense, grads, make_case, objectives, top_k
 from tests.losses.test_objective import SMALL
@@ -62,7 +63,7 @@ def test_equals_the_twin(name: str, tail: str) -> None:
         assert_same(grads(case, config, "triton", bias=bias), grads(case, config, "dense", bias=bias))
 
 
-@pytest.mark.parametrize("name", divergence.names())
+@pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_all_entries_kept_equals_the_dense_signal(name: str, temperature: float) -> None:
     case = dense(make_case())
@@ -181,7 +182,7 @@ def test_what_it_can_not_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_kernel_knows_all_divergences() -> None:
-    assert set(topk_rows.DIVERGENCES) == set(divergence.names())
+    assert set(topk_rows.DIVERGENCES) == set(DIVERGENCES)
 
 
 def test_auto_takes_it_on_a_gpu_for_what_it_can_do(caplog: pytest.LogCaptureFixture) -> None:

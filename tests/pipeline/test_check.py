@@ -42,14 +42,14 @@ def test_a_loss_that_suits_its_cache(
     ("teacher", "distill", "message"),
     [
         (
-            {"keep": "sampled"},
             {},
+            {"loss": {"tail": "bucket"}},
             "distill.loss.tail = bucket would take draws for a top K: set it to sampled, or the teacher's keep to "
             "top_k.",
         ),
         (
+            {"keep": "top_k"},
             {},
-            {"loss": {"tail": "sampled"}},
             "distill.loss.tail = sampled would take a top K for draws: set another tail (bucket is the default), or "
             "the teacher's keep to sampled or top_k_and_draws.",
         ),

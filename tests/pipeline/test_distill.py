@@ -313,9 +313,9 @@ def test_memory_that_ran_out_starts_all_processes_again(
         ("8", "1", {}, 0, "8 processes can't share the 4 rows of a step: raise distill.rows_per_step, lower ALAM"),
         ("8", "4", {"rows_per_step": 1}, 0, "8 processes can't share the 1 rows of a step: raise distill.rows_p"),
         ("2", "3", {}, 0, "ALAMBIQUE_CONTEXT_PROCESSES=3 must divide 2, the number of processes that train: correct"),
-        ("1", "-1", {}, 0, "ALAMBIQUE_CONTEXT_PROCESSES=-1 must be a number, 0 or more: correct or unset it."),
+        ("1", "-1", {}, 0, "ALAMBIQUE_CONTEXT_PROCESSES=-1 must be a whole number, 0 or more: correct or unset it."),
         ("2", "1", {}, 1, "ALAMBIQUE_TRAIN_PROCESSES=2 needs 2 GPUs, and 1 can be seen: lower it, or make more visib"),
-        ("two", "1", {}, 0, "ALAMBIQUE_TRAIN_PROCESSES=two must be a number, 0 or more: correct or unset it."),
+        ("two", "1", {}, 0, "ALAMBIQUE_TRAIN_PROCESSES=two must be a whole number, 0 or more: correct or unset it."),
     ],
 )
 def test_processes_that_cannot_train_together_are_not_started(

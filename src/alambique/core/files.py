@@ -39,6 +39,11 @@ def sha256_folder(folder: Path) -> str:
     return sha256_bytes("".join(lines).encode())
 
 
+def content_sha256(path: Path) -> str:
+    """The hash that a pin names: of a file's bytes, or of a folder's sorted list."""
+    return sha256_folder(path) if path.is_dir() else sha256_file(path)
+
+
 def sha256_json(value: Any) -> str:
     """Hex sha256 of the canonical JSON form (sorted keys, no spaces) of ``value``."""
     return sha256_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())

@@ -13,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 from alambique.core.errors import UserError, did_you_mean
 
 KEY = re.compile(r"[a-z0-9_]+")
+_LONGEST = 80  # characters of a wrong value that are shown
 
 
 class Config(BaseModel):
@@ -52,14 +53,13 @@ class Params:
     def get(self, dotted: str) -> Any:
         """Return the raw value under ``dotted`` (such as ``pairs.KEY.teacher``) and record the read."""
         node: Any = self.tree
-        walked: list[str] = []
-        for part in dotted.split("."):
+        parts = dotted.split(".")
+        for depth, part in enumerate(parts):
             if not isinstance(node, Mapping) or part not in node:
-                where = ".".join(walked) or "the top level"
+                where = ".".join(parts[:depth]) or "the top level"
                 known = node if isinstance(node, Mapping) else ()
                 raise UserError(f"{self.source}: {where} has no key {part}{did_you_mean(part, known)}")
             node = node[part]
-            walked.append(part)
         self.reads.append(dotted)
         return node
 
@@ -105,12 +105,9 @@ def validate(schema: type[ConfigT], values: Mapping[str, Any], where: str) -> Co
     try:
         return schema.model_validate(dict(values))
     except ValidationError as error:
-        problems: dict[str, list[str]] = {}
-        for detail in error.errors():
-            subject, complaint = _problem(schema, detail)
-            complaints = problems.setdefault(subject, [])
-            if complaint not in complaints:
-                complaints.append(complaint)  # a value that suits no member of a union has one for each
+        problems: dict[str, dict[str, None]] = {}  # a value that suits no member of a union has a complaint for each
+        for subject, complaint in (_problem(schema, detail) for detail in error.errors()):
+            problems.setdefault(subject, {})[complaint] = None
         sentences = [f"{subject} {' or '.join(complaints)}".strip() for subject, complaints in problems.items()]
         raise UserError(f"{where}: {'; '.join(sentences)}") from error
 
@@ -129,14 +126,12 @@ def _problem(schema: type[BaseModel], detail: ErrorDetails) -> tuple[str, str]:
         tag = context["discriminator"].strip("'")
         known = f": one of {context['expected_tags']}" if "expected_tags" in context else ""
         return f"{name}.{tag}", f"must say which kind this is{known}"
-    shown = "" if isinstance(detail["input"], Mapping) else f" = {_shortened(repr(detail['input']))}"
+    value = repr(detail["input"])
+    value = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}…"
+    shown = "" if isinstance(detail["input"], Mapping) else f" = {value}"
     if kind in ("model_type", "dict_type"):
         return f"{name}{shown}", "should be a mapping"
     return f"{name or 'the section'}{shown}", detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-
-
-def _shortened(text: str, longest: int = 80) -> str:
-    return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 def _locate(schema: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, list[str]]:

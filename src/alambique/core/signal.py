@@ -40,11 +40,8 @@ class TopKSignal:
 
     def to(self, device: torch.device | str) -> "TopKSignal":
         """Move to ``device``, without waiting where the memory is pinned."""
-        return TopKSignal(
-            self.ids_NK.to(device, non_blocking=True),
-            self.logprobs_NK.to(device, non_blocking=True),
-            self.tail_mass_N.to(device, non_blocking=True),
-        )
+        tensors = (self.ids_NK, self.logprobs_NK, self.tail_mass_N)
+        return TopKSignal(*(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 @dataclass(frozen=True)
@@ -69,21 +66,13 @@ class DenseSignal:
 
 @dataclass(frozen=True)
 class StatesSignal:
-    """A live teacher as hidden states and head, so that its logits too are only ever built chunk by chunk.
+    """A live teacher as hidden states and head, so that its logits too are only ever built chunk by chunk."""
 
-    Attributes:
-        hidden_ND: the teacher's hidden states after the final norm, D of the teacher; nothing flows back to it.
-        head_weight_VD: its head.
-        head_bias_V: its bias, or None.
-        logit_softcap: c in c·tanh(logits/c), or None.
-        logit_scale: factor on the logits before the soft-cap.
-    """
-
-    hidden_ND: Tensor
+    hidden_ND: Tensor  # after the final norm, D of the teacher; nothing flows back to it
     head_weight_VD: Tensor
     head_bias_V: Tensor | None = None
-    logit_softcap: float | None = None
-    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # c in c·tanh(logits/c)
+    logit_scale: float = 1.0  # factor on the logits before the soft-cap
 
     def __getitem__(self, index: Tensor | slice) -> "StatesSignal":
         """Select tokens (index, mask or slice over the leading dimension)."""

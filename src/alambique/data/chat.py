@@ -17,11 +17,7 @@ _DATE = datetime(2024, 7, 26)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that can't render conversations.
-
-    Raises:
-        UserError: it has no chat template.
-    """
+    """Refuse a tokenizer that has no chat template."""
     if not tokenizer.chat_template:
         raise UserError(
             "the corpus holds chats, but the teacher's tokenizer has no chat template: use an instruct model, "
@@ -74,20 +70,16 @@ def _assistant_spans(
 
 def _render(tokenizer: PreTrainedTokenizerBase, where: str, messages: list[Message], **options: Any) -> Any:
     """Render with a fixed date. ``tokenize=True`` gives a mapping with ids, otherwise the text."""
+    template = _NOW.sub(lambda match: repr(_DATE.strftime(match["format"])), str(tokenizer.chat_template))
     try:
         return tokenizer.apply_chat_template(
             messages,
             **{"tokenize": False, **options},
             return_dict=bool(options.get("tokenize")),
             date_string=_DATE.strftime("%d %b %Y"),
-            chat_template=_undated(str(tokenizer.chat_template)),
+            chat_template=template,
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise UserError(
             f"{where}: the chat template refuses this conversation ({error}); repair or remove it."
         ) from error
-
-
-def _undated(template: str) -> str:
-    """The template with every ``strftime_now("FORMAT")`` replaced by the fixed date, as text."""
-    return _NOW.sub(lambda match: repr(_DATE.strftime(match["format"])), template)

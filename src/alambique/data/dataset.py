@@ -77,11 +77,7 @@ class PackedRows:
 
     @classmethod
     def load(cls, path: Path) -> "PackedRows":
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            UserError: the file is missing, damaged, or holds something else.
-        """
+        """Read what :meth:`save` wrote; a UserError if the file is missing, damaged, or holds something else."""
         try:
             tensors = load_file(path)
             return cls(tensors["input_ids"], tensors["document_ids"], tensors["loss_mask"])
@@ -99,20 +95,16 @@ class PreparedData:
 
     @classmethod
     def open(cls, folder: Path) -> "PreparedData":
-        """Read a folder of prepared data after checking every file against the manifest.
-
-        Raises:
-            UserError: a file is missing or its hash differs, or the manifest contradicts the rows.
-        """
-        manifest = read_manifest(folder, _REMEDY)
-        for name in (f"{split}.safetensors" for split in SPLITS):
-            recorded = manifest["files"].get(name, {}).get("sha256")
-            if recorded is None or not (folder / name).is_file():
-                raise UserError(f"{folder / name} is missing. {_REMEDY}")
-            if sha256_file(folder / name) != recorded:
-                raise UserError(f"{folder / name} differs from the sha256 in its manifest, so it is damaged. {_REMEDY}")
-        splits = {split: PackedRows.load(folder / f"{split}.safetensors") for split in SPLITS}
-        for split, rows in splits.items():
+        """Read a folder of prepared data; a UserError if a file or its rows are not what the manifest says."""
+        manifest, splits = read_manifest(folder, _REMEDY), {}
+        for split in SPLITS:
+            path = folder / f"{split}.safetensors"
+            recorded = manifest["files"].get(path.name, {}).get("sha256")
+            if recorded is None or not path.is_file():
+                raise UserError(f"{path} is missing. {_REMEDY}")
+            if sha256_file(path) != recorded:
+                raise UserError(f"{path} differs from the sha256 in its manifest, so it is damaged. {_REMEDY}")
+            rows = splits[split] = PackedRows.load(path)
             found = {"rows": rows.num_rows, "target_tokens": rows.num_target_tokens}
             recorded = {key: manifest.get("splits", {}).get(split, {}).get(key) for key in found}
             if found != recorded:

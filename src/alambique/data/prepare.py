@@ -2,8 +2,8 @@
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from alambique.data.readers import CorpusConfig, Document, read_corpus
 _BATCH_DOCUMENTS = 256  # assumption: keeps the tokenizer's threads busy and the bar moving
 # Documents are encoded until a row budget is exceeded by this factor, so that packing has small ones to fill gaps with.
 _SURPLUS = 1.25  # assumption
+# What happens to documents on the way; `cut` are those longer than a row.
+_COUNTS = ("documents", "duplicates", "unmatched", "too_short", "without_target", "cut")
 
 
 class PrepareConfig(Config):
@@ -35,18 +37,6 @@ class PrepareConfig(Config):
     valid_fraction: float = Field(0.1, gt=0, lt=1)  # share of documents held out; assumption
     seed: int = 0
     corpora: list[CorpusConfig] = Field(min_length=1)
-
-
-@dataclass
-class Counts:
-    """What happened to the documents and tokens on the way."""
-
-    documents: int = 0
-    duplicates: int = 0
-    unmatched: int = 0
-    too_short: int = 0
-    without_target: int = 0
-    cut: int = 0
 
 
 def prepare(
@@ -63,7 +53,7 @@ def prepare(
     Raises:
         UserError: a corpus can't be read or teaches nothing, or holds fewer rows than the budget asks for.
     """
-    counts = Counts()
+    counts = Counter(dict.fromkeys(_COUNTS, 0))
     documents = _distinct(corpora, counts)
     splits = split_documents(documents, config.valid_fraction, config.seed)
     budgets = {"train": config.train_rows, "valid": config.valid_rows}
@@ -77,7 +67,7 @@ def prepare(
         "seq_len": config.seq_len,
         "config": config.model_dump(mode="json"),
         "versions": versions("transformers", "tokenizers"),
-        "counts": vars(counts),
+        "counts": dict(counts),
         "splits": {name: _split_facts(rows, documents) for name, (rows, documents) in packed.items()},
         "created_by": "alambique prepare",
     }
@@ -102,17 +92,16 @@ def split_documents(documents: Iterable[Document], valid_fraction: float, seed: 
     return {"train": ordered[held_out:], "valid": ordered[:held_out]}
 
 
-def _distinct(corpora: Sequence[tuple[CorpusConfig, Path]], counts: Counts) -> list[Document]:
+def _distinct(corpora: Sequence[tuple[CorpusConfig, Path]], counts: Counter[str]) -> list[Document]:
     """All documents of all corpora, the first of each set of duplicates."""
     distinct: dict[str, Document] = {}
     for config, path in corpora:
         documents, skipped = read_corpus(path, config)
-        counts.documents += len(documents)
-        counts.unmatched += skipped.unmatched
-        counts.too_short += skipped.too_short
+        counts["documents"] += len(documents)
+        counts.update(skipped)
         for document in documents:
             distinct.setdefault(document.key, document)
-    counts.duplicates = counts.documents - len(distinct)
+    counts["duplicates"] = counts["documents"] - len(distinct)
     return list(distinct.values())
 
 
@@ -122,7 +111,7 @@ def _encode_and_pack(
     tokenizer: PreTrainedTokenizerBase,
     seq_len: int,
     max_rows: int | None,
-    counts: Counts,
+    counts: Counter[str],
     progress: Progress,
 ) -> tuple[PackedRows, set[int]]:
     """Encode the documents of one split in order, as many as its budget needs, and pack them."""
@@ -136,13 +125,13 @@ def _encode_and_pack(
             break
         for offset, (ids, is_target) in enumerate(encode(tokenizer, batch)):
             found = cut(ids, is_target, start + offset, seq_len)
-            counts.cut += len(ids) > seq_len
+            counts["cut"] += len(ids) > seq_len
             if not found:
                 without_target.append(batch[offset].where)
             pieces += found
             num_tokens += sum(len(piece.ids) for piece in found)
         progress.update(len(batch))
-    counts.without_target += len(without_target)
+    counts["without_target"] += len(without_target)
     if not pieces:
         raise UserError(
             f"no document of the {name} split yields a token to learn (the first: {without_target[0]}): "

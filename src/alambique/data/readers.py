@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,22 +70,14 @@ class Document:
         return hashlib.sha256(" ".join(content.split()).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-@dataclass
-class Skipped:
-    """Records that gave no document, by reason."""
-
-    unmatched: int = 0
-    too_short: int = 0
-
-
-def read_corpus(path: Path, config: CorpusConfig) -> tuple[list[Document], Skipped]:
-    """Read every document of a corpus, in the order of its files.
+def read_corpus(path: Path, config: CorpusConfig) -> tuple[list[Document], Counter[str]]:
+    """Read every document of a corpus, in the order of its files; and the records that gave none, by reason.
 
     Raises:
         UserError: no files of this format, a damaged record, a missing field, or not one usable document.
     """
     documents: list[Document] = []
-    skipped = Skipped()
+    skipped: Counter[str] = Counter()
     for where, value in _values(path, config):
         if len(documents) == config.max_documents:
             break
@@ -96,24 +89,24 @@ def read_corpus(path: Path, config: CorpusConfig) -> tuple[list[Document], Skipp
             documents.append(Document(where, text=text))
     if not documents:
         raise UserError(
-            f"{config.uri} holds no usable document ({skipped.unmatched} without a match of `pattern`, "
-            f"{skipped.too_short} shorter than min_chars = {config.min_chars}): check format, field and pattern."
+            f"{config.uri} holds no usable document ({skipped['unmatched']} without a match of `pattern`, "
+            f"{skipped['too_short']} shorter than min_chars = {config.min_chars}): check format, field and pattern."
         )
     return documents, skipped
 
 
-def _text(where: str, value: Any, config: CorpusConfig, skipped: Skipped) -> str | None:
+def _text(where: str, value: Any, config: CorpusConfig, skipped: Counter[str]) -> str | None:
     if not isinstance(value, str):
         raise UserError(f"{where}: {config.field or 'text'} is {type(value).__name__}, not text; name another `field`.")
     if config.pattern:
         match = re.search(config.pattern, value)
         if match is None or match[1] is None:
-            skipped.unmatched += 1
+            skipped["unmatched"] += 1
             return None
         value = match[1]
     text: str = value.strip()
     if len(text) < config.min_chars:
-        skipped.too_short += 1
+        skipped["too_short"] += 1
         return None
     return text
 

@@ -9,13 +9,15 @@ Dimension letters: C tokens of the chunk, V columns of logits (padding included)
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from alambique.losses.config import LossConfig
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")  # those that _term and _slope know
 BLOCK_COLUMNS = 4096  # assumption: 16 KiB of float32 a tile, 16 columns a thread; untuned
@@ -24,42 +26,22 @@ _STATISTICS = 5  # kd, ce, squared logsumexp, student mass on the kept entries, 
 _FLOOR = tl.constexpr(-1e30)  # stands for a column that isn't there, finite so that a difference is never NaN
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The objective, by the names and meanings of ``LossConfig``.
-
-    Attributes:
-        truncate: whether the teacher's tail is dropped after tempering.
-        log_tail_floor: least log of the teacher's tail mass, or None.
-    """
-
-    divergence: str
-    beta: float
-    truncate: bool
-    log_tail_floor: float | None
-    temperature: float
-    kd_weight: float
-    ce_weight: float
-    z_loss: float
-    logit_scale: float
-    logit_softcap: float | None
-
-    def constants(self) -> dict[str, Any]:
-        """What the kernel is compiled for; floats, so that 1 and 1.0 are one kernel."""
-        return {
-            "DIVERGENCE": self.divergence,
-            "BETA": float(self.beta),
-            "LOG_BETA": math.log(self.beta),
-            "LOG_REST": math.log1p(-self.beta),
-            "TRUNCATE": self.truncate,
-            "LOG_TAIL_FLOOR": self.log_tail_floor,
-            "TEMPERATURE": float(self.temperature),
-            "KD_WEIGHT": float(self.kd_weight),
-            "CE_WEIGHT": float(self.ce_weight),
-            "Z_LOSS": float(self.z_loss),
-            "SCALE": float(self.logit_scale),
-            "CAP": None if self.logit_softcap is None else float(self.logit_softcap),
-        }
+def constants(config: "LossConfig", tail_floor: float | None) -> dict[str, Any]:
+    """The objective that the kernel is compiled for; ``tail_floor`` is the least mass of a teacher's tail, or None."""
+    return {
+        "DIVERGENCE": config.divergence,
+        "BETA": config.beta,
+        "LOG_BETA": math.log(config.beta),
+        "LOG_REST": math.log1p(-config.beta),
+        "TRUNCATE": config.tail == "truncate",
+        "LOG_TAIL_FLOOR": None if tail_floor is None else math.log(tail_floor),
+        "TEMPERATURE": config.temperature,
+        "KD_WEIGHT": config.kd_weight,
+        "CE_WEIGHT": config.ce_weight,
+        "Z_LOSS": config.z_loss,
+        "SCALE": config.logit_scale,
+        "CAP": config.logit_softcap,
+    }
 
 
 def topk_rows(
@@ -72,7 +54,7 @@ def topk_rows(
     grad_scale_C: Tensor | None,
     grad_dtype: torch.dtype,
     vocab_size: int,
-    settings: Settings,
+    objective: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Evaluate a chunk of raw logits, products of hidden states and head before bias, scale and soft-cap.
 
@@ -86,7 +68,7 @@ def topk_rows(
         grad_scale_C: factor on each row's gradient, which includes ``logit_scale``; None for values alone.
         grad_dtype: of the gradient: the logits' own, or one of two bytes.
         vocab_size: columns from here on are padding and get a gradient of 0.
-        settings: the objective; its divergence is one of DIVERGENCES.
+        objective: what :func:`constants` gives, its divergence one of DIVERGENCES.
 
     Returns:
         [5, C] statistics in the order of ``objective.Rows``, and the gradient with respect to the raw logits, [C, V]
@@ -112,7 +94,7 @@ def topk_rows(
         z_CV.shape[1],
         vocab_size,
         ids_CK.shape[1],
-        **settings.constants(),
+        **objective,
         BLOCK_V=min(BLOCK_COLUMNS, triton.next_power_of_2(z_CV.shape[1])),
         BLOCK_K=triton.next_power_of_2(ids_CK.shape[1]),
         num_warps=_WARPS,

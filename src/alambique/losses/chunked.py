@@ -9,21 +9,20 @@ from torch import Tensor
 from alambique.core.signal import DenseSignal, StatesSignal, TopKSignal
 from alambique.losses.config import LossConfig
 from alambique.losses.filtered import FILTER_TOKENS
-from alambique.losses.objective import Rows, compare, dense_rows, locate, pick_labels, portion, spread, strip
+from alambique.losses.objective import Rows, compare, dense_rows, portion, spread, strip
 from alambique.losses.project import Gradients, Head
-from alambique.losses.targets import kept_entries
-from alambique.losses.task import Task
+from alambique.losses.task import Inputs, Task, blocks
 
 _DENSE_BUFFERS = 8  # [C, V] arrays alive at once for a dense signal: logits, log p, log q, q, slope, temporaries
 
 
-def student_head(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> Head:
+def student_head(inputs: Inputs, task: Task) -> Head:
     """The student's head, or this process's block of it, cast once to the hidden states' dtype."""
     return Head(
-        weight_VD,
-        bias_V,
-        operand_dtype=hidden_ND.dtype,
-        vocab_size=task.local_vocab(weight_VD),
+        inputs.weight_VD,
+        inputs.bias_V,
+        operand_dtype=inputs.hidden_ND.dtype,
+        vocab_size=task.local_vocab(inputs.weight_VD),
         softcap=task.config.logit_softcap,
         scale=task.config.logit_scale,
     )
@@ -39,48 +38,54 @@ def chunk_tokens(config: LossConfig, columns: int, sparse: bool = True) -> int:
     return tokens // 128 * 128 if tokens >= 128 else max(1, tokens)  # multiples of 128 fill a GEMM's tiles
 
 
-def num_chunks(hidden_ND: Tensor, weight_VD: Tensor, task: Task) -> int:
+def num_chunks(inputs: Inputs, task: Task) -> int:
     """An upper bound on the chunks of a sweep."""
-    size = chunk_tokens(task.config, weight_VD.shape[0], isinstance(task.signal, TopKSignal))
-    return -(-hidden_ND.shape[0] // size)
+    size = chunk_tokens(task.config, inputs.weight_VD.shape[0], isinstance(task.signal, TopKSignal))
+    return -(-inputs.hidden_ND.shape[0] // size)
 
 
-class Workspace:
-    """The [C, V] buffers of a sweep; ``take`` gives views for a chunk of fewer rows."""
+class Buffers:
+    """Memory for ``elements`` logits at a time, and for as many tempered ones and tanh where the objective has them."""
 
-    def __init__(self, head: Head, task: Task, tokens: int) -> None:
-        sparse = isinstance(task.signal, TopKSignal)
+    def __init__(self, task: Task, elements: int) -> None:
+        soft = isinstance(task.signal, TopKSignal) and task.config.temperature != 1
+        wanted = (True, soft, task.config.logit_softcap is not None)
+        self._memory = [task.scale_N.new_empty(elements) if want else None for want in wanted]
+
+    def take(self, rows: int, columns: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Views [rows, columns]: logits, tempered logits or None, tanh or None."""
+        z_CV, soft_CV, tanh_CV = (
+            None if memory is None else memory[: rows * columns].view(rows, columns) for memory in self._memory
+        )
+        assert z_CV is not None
+        return z_CV, soft_CV, tanh_CV
+
+
+class Workspace(Buffers):
+    """The [C, V] buffers of a sweep over ``total`` tokens, of which a chunk has ``tokens`` at most."""
+
+    def __init__(self, head: Head, task: Task, total: int) -> None:
         columns = head.columns if task.shard is None else head.rows  # processes must take equal chunks
-        self.tokens = min(chunk_tokens(task.config, columns, sparse), max(1, tokens))
-        self._z_CV = task.scale_N.new_empty(self.tokens, head.columns)
-        self._soft_CV = torch.empty_like(self._z_CV) if sparse and task.config.temperature != 1 else None
-        self._tanh_CV = torch.empty_like(self._z_CV) if head.softcap is not None else None
-
-    def take(self, rows: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Views (logits, tempered logits or None, tanh or None) of the first ``rows`` rows."""
-        soft_CV = self._soft_CV[:rows] if self._soft_CV is not None else None
-        tanh_CV = self._tanh_CV[:rows] if self._tanh_CV is not None else None
-        return self._z_CV[:rows], soft_CV, tanh_CV
+        fitting = chunk_tokens(task.config, columns, isinstance(task.signal, TopKSignal))
+        self.tokens = min(fitting, max(1, total))
+        super().__init__(task, self.tokens * head.columns)
 
 
-def sweep(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task, gradients: Gradients | None
-) -> Tensor:
+def sweep(inputs: Inputs, task: Task, gradients: Gradients | None) -> Tensor:
     """Go over the tokens chunk by chunk; return the weighted sums of ``Rows`` and fill ``gradients`` if given.
 
     With a gradient filter, two sums of squares follow: of the dlogits dropped and of all.
     """
-    head = student_head(hidden_ND, weight_VD, bias_V, task)
+    hidden_ND, head = inputs.hidden_ND, student_head(inputs, task)
     space = Workspace(head, task, hidden_ND.shape[0])
     totals = task.scale_N.new_zeros(5)
-    for start in range(0, hidden_ND.shape[0], space.tokens):
-        rows = slice(start, min(start + space.tokens, hidden_ND.shape[0]))
-        z_CV, soft_CV, tanh_CV = space.take(rows.stop - start)
+    for rows in blocks(hidden_ND.shape[0], space.tokens):
+        z_CV, soft_CV, tanh_CV = space.take(rows.stop - rows.start, head.columns)
         head.logits(hidden_ND[rows], z_CV, tanh_CV)
         totals += evaluate(z_CV, soft_CV, task, rows, gradients is not None).totals(task.scale_N[rows])
         if gradients is not None:
             head.pull_back(z_CV, tanh_CV)
-            gradients.add(head, hidden_ND[rows], z_CV, start)
+            gradients.add(head, hidden_ND[rows], z_CV, rows.start)
     if gradients is None:
         return totals
     if task.shard is not None:
@@ -93,25 +98,16 @@ def evaluate(z_CV: Tensor, soft_CV: Tensor | None, task: Task, rows: slice, with
 
     ``soft_CV`` is a buffer like ``z_CV``, for a top-K signal at a temperature other than 1.
     """
-    config, signal = task.config, task.signal[rows]
-    labels_C = task.labels_N[rows] if task.labels_N is not None else None
+    config, signal, labels_C = task.config, task.signal, task.labels(rows)
     grad_scale_C = task.scale_N[rows] * config.logit_scale if with_gradient else None
     if not isinstance(signal, TopKSignal):
-        return dense_rows(z_CV, teacher_logprobs(signal, z_CV, task), labels_C, grad_scale_C, config)
-    kept = kept_entries(signal, labels_C, config.tail, task.vocab_size, z_CV.dtype)
-    start = task.shard.start if task.shard is not None else 0
-    slots, label_z_C = locate(kept, start, start + z_CV.shape[1]), pick_labels(z_CV, labels_C, start)
-    soft_here = None
-    if soft_CV is not None:
-        soft_here = strip(torch.div(z_CV, config.temperature, out=soft_CV), slots)[1]
-    z_CK, here = strip(z_CV, slots)
-    tail, soft_tail = here, soft_here
-    if task.shard is not None:
-        z_CK, label_z_C, tail, soft_tail = task.shard.join(z_CK, label_z_C, here, soft_here)
-    found, factors = compare(kept, z_CK, tail, soft_tail, label_z_C, grad_scale_C, config)
+        return dense_rows(z_CV, teacher_logprobs(signal[rows], z_CV, task), labels_C, grad_scale_C, config)
+    kept, start = task.kept(rows), task.shard.start if task.shard is not None else 0
+    slots, here = strip(z_CV, soft_CV, kept, labels_C, start, config.temperature)
+    whole = here if task.shard is None else task.shard.join(here)
+    found, factors = compare(kept, whole, grad_scale_C, config)
     if factors is not None:
-        if task.shard is not None:
-            factors = portion(factors, here, tail, soft_here, soft_tail)
+        factors = factors if task.shard is None else portion(factors, here, whole)
         spread(z_CV, soft_CV, slots, labels_C, factors, start)
     return found
 

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from alambique.core.errors import did_you_mean
 from alambique.core.params import Config
-from alambique.losses import divergence as catalogue
+from alambique.losses.divergence import DIVERGENCES
 
 Tail = Literal["bucket", "renormalise", "truncate", "residual_to_label", "sampled"]
 
@@ -50,8 +50,8 @@ class LossConfig(Config):
     @field_validator("divergence")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in catalogue.names():
-            raise ValueError(f"is not a divergence{did_you_mean(value, catalogue.names())}")
+        if value not in DIVERGENCES:
+            raise ValueError(f"is not a divergence{did_you_mean(value, DIVERGENCES)}")
         return value
 
     @model_validator(mode="after")

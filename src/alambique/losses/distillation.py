@@ -17,12 +17,12 @@ from alambique.core.errors import UserError, did_you_mean
 from alambique.core.signal import Signal, TopKSignal
 from alambique.losses import chunked, dense, forward_chunked, fused, kernelled, parallel, tiled
 from alambique.losses.config import LossConfig
-from alambique.losses.task import Task, build
+from alambique.losses.task import Inputs, Task, build
 
 _log = logging.getLogger(__name__)
 
-# A path takes (hidden_ND, head_weight_VD, head_bias_V, task) and returns (differentiable loss, sums of Rows).
-Path = Callable[[Tensor, Tensor, Tensor | None, Task], tuple[Tensor, Tensor]]
+# A path returns the differentiable loss and the weighted sums of ``Rows``.
+Path = Callable[[Inputs, Task], tuple[Tensor, Tensor]]
 PATHS: dict[str, Path] = {
     "dense": dense.run,
     "forward_chunked": forward_chunked.run,
@@ -129,7 +129,7 @@ def distillation_loss(
             raise UserError(f"loss: impl {path} can't use a head that vocab_group spreads: choose impl fused.")
         if config.gradient_filter > 0 and path not in FILTERED:
             raise UserError(f"loss: impl {path} can't filter gradients: choose impl fused, or set gradient_filter: 0.")
-        loss, totals = PATHS[path](kept_ND, head_weight_VD, head_bias_V, task)
+        loss, totals = PATHS[path](Inputs(kept_ND, head_weight_VD, head_bias_V), task)
     kd, ce, _, mass, entropy = totals[:5].unbind()
     filter_error = (totals[5] / totals[6].clamp_min(torch.finfo(totals.dtype).tiny)).sqrt() if len(totals) > 5 else None
     return LossOutput(loss, kd, ce if labels_N is not None else None, mass, entropy, path, filter_error)

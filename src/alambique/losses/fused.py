@@ -8,7 +8,7 @@ Dimension letters: N tokens, V rows of the head, D hidden size.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,60 +16,37 @@ from torch.autograd.function import once_differentiable
 
 from alambique.losses.chunked import num_chunks, sweep
 from alambique.losses.project import Gradients
-from alambique.losses.task import Task, insist
-
-
-class Inputs(NamedTuple):
-    """What gradients can be had of."""
-
-    hidden_ND: Tensor
-    weight_VD: Tensor
-    bias_V: Tensor | None
-
+from alambique.losses.task import Inputs, Task, insist
 
 _SCALED = (
     "weight_grad_VD was filled for a loss that is not scaled, and this one was: "
     "pass denominator= instead, or use impl recompute"
 )
 Wanted = tuple[bool, ...]  # which of the inputs want a gradient
-Sweep = Callable[[Tensor, Tensor, Tensor | None, Task, Gradients | None], Tensor]
+Sweep = Callable[[Inputs, Task, Gradients | None], Tensor]
 Value = Callable[[Inputs, Task], tuple[Tensor, Any]]  # the weighted sums of ``Rows``, and whatever ``Pull`` wants of it
 Pull = Callable[[Inputs, Task, Wanted, Any], Gradients]  # the task's scale includes the gradient of the loss
 
 
-def run_fused(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> tuple[Tensor, Tensor]:
+def run_fused(inputs: Inputs, task: Task, sweeper: Sweep = sweep) -> tuple[Tensor, Tensor]:
     """Return the differentiable loss and the weighted sums of ``Rows``."""
-    return gradient_in_forward(hidden_ND, weight_VD, bias_V, task, sweep)
-
-
-def gradient_in_forward(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task, sweeper: Sweep
-) -> tuple[Tensor, Tensor]:
-    """As ``run_fused``, by another function in the place of ``chunked.sweep``."""
     grad_enabled = torch.is_grad_enabled()  # off inside forward, whatever it was outside
-    return _GradientInForward.apply(hidden_ND, weight_VD, bias_V, task, sweeper, grad_enabled)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def run_recompute(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task) -> tuple[Tensor, Tensor]:
-    """Return the differentiable loss and the weighted sums of ``Rows``."""
-    return gradient_in_backward(hidden_ND, weight_VD, bias_V, task, _value, _pull)
-
-
-def gradient_in_backward(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: Task, value: Value, pull: Pull
-) -> tuple[Tensor, Tensor]:
-    """As ``run_recompute``, by other functions in the place of its own."""
-    return _GradientInBackward.apply(hidden_ND, weight_VD, bias_V, task, value, pull)  # type: ignore[no-untyped-call,no-any-return]
+    return _GradientInForward.apply(*inputs, task, sweeper, grad_enabled)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _value(inputs: Inputs, task: Task) -> tuple[Tensor, None]:
-    return sweep(*inputs, task, None), None
+    return sweep(inputs, task, None), None
 
 
 def _pull(inputs: Inputs, task: Task, wanted: Wanted, _: None) -> Gradients:
-    gradients = new_gradients(inputs, wanted, task, num_chunks(inputs.hidden_ND, inputs.weight_VD, task))
-    sweep(*inputs, task, gradients)
+    gradients = new_gradients(inputs, wanted, task, num_chunks(inputs, task))
+    sweep(inputs, task, gradients)
     return gradients
+
+
+def run_recompute(inputs: Inputs, task: Task, value: Value = _value, pull: Pull = _pull) -> tuple[Tensor, Tensor]:
+    """Return the differentiable loss and the weighted sums of ``Rows``."""
+    return _GradientInBackward.apply(*inputs, task, value, pull)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _GradientInForward(torch.autograd.Function):
@@ -85,8 +62,8 @@ class _GradientInForward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         inputs, wanted, gradients = Inputs(hidden_ND, weight_VD, bias_V), ctx.needs_input_grad[:3], None
         if grad_enabled and any(wanted):
-            gradients = new_gradients(inputs, wanted, task, num_chunks(hidden_ND, weight_VD, task))
-        totals = sweeper(*inputs, task, gradients)
+            gradients = new_gradients(inputs, wanted, task, num_chunks(inputs, task))
+        totals = sweeper(inputs, task, gradients)
         if gradients is not None:
             ctx.gradients, ctx.filled = finished(gradients, inputs, task), wanted[1] and task.weight_grad_VD is not None
         ctx.mark_non_differentiable(totals)
@@ -129,14 +106,12 @@ class _GradientInBackward(torch.autograd.Function):
 def new_gradients(inputs: Inputs, wanted: Wanted, task: Task, products: int) -> Gradients:
     """Buffers for the gradients wanted, the head's being a sum of ``products`` products."""
     hidden_ND, weight_VD, bias_V = inputs
-    weight_grad_VD, fresh = None, task.weight_grad_VD is None
-    if wanted[1]:
-        weight_grad_VD = task.weight_grad_VD
-        if weight_grad_VD is None:
-            rounds_once = products <= 1 and weight_VD.dtype == hidden_ND.dtype  # a sum in float32 would gain nothing
-            low = rounds_once or task.config.weight_grad == "compact"
-            weight_grad_VD = torch.empty_like(weight_VD, dtype=hidden_ND.dtype if low else task.compute_dtype)
-            weight_grad_VD[task.local_vocab(weight_VD) if products else 0 :].zero_()  # rows that no product writes
+    weight_grad_VD, fresh = task.weight_grad_VD if wanted[1] else None, task.weight_grad_VD is None
+    if wanted[1] and fresh:
+        rounds_once = products <= 1 and weight_VD.dtype == hidden_ND.dtype  # a sum in float32 would gain nothing
+        low = rounds_once or task.config.weight_grad == "compact"
+        weight_grad_VD = torch.empty_like(weight_VD, dtype=hidden_ND.dtype if low else task.compute_dtype)
+        weight_grad_VD[task.local_vocab(weight_VD) if products else 0 :].zero_()  # rows that no product writes
     return Gradients(
         torch.empty_like(hidden_ND) if wanted[0] else None,
         weight_grad_VD,

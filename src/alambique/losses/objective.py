@@ -8,19 +8,18 @@ arrays: no 1 - Q that cancels, and no clamp that kills a gradient.
 
 A path works in four steps, of which only the first and the last touch a block of logits. A block is all columns, a tile
 of them, or one rank's share: ``strip`` (take the kept logits out, softmax of the tail in place), join the blocks'
-kept logits and ``LogSum``, ``compare`` (loss and gradient factors), ``spread`` (gradient over the block).
+``Student``, ``compare`` (loss and gradient factors), ``spread`` (gradient over the block).
 
 Dimension letters: C tokens of the chunk, V columns of a block, K kept entries, L classes (K + 1).
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from alambique.losses import divergence
 from alambique.losses.config import LossConfig
+from alambique.losses.divergence import DIVERGENCES
 from alambique.losses.targets import Kept, temper
 
 # Stands for a column that isn't there. Finite, so that a row of nothing else gives a harmless softmax instead of NaN;
@@ -28,27 +27,18 @@ from alambique.losses.targets import Kept, temper
 FLOOR = -1e30
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Per-row values, each [C] in nats but for ``mass_C``.
+class Rows(NamedTuple):
+    """Per-row values, each [C] in nats but for ``mass_C``."""
 
-    Attributes:
-        kd_C: the divergence D, without T² and weights.
-        ce_C: cross-entropy with the label; zeros without labels.
-        square_C: logsumexp of the logits, squared.
-        mass_C: student mass on the kept entries.
-        entropy_C: entropy of the student over the classes compared.
-    """
-
-    kd_C: Tensor
-    ce_C: Tensor
-    square_C: Tensor
-    mass_C: Tensor
-    entropy_C: Tensor
+    kd_C: Tensor  # the divergence D, without T² and weights
+    ce_C: Tensor  # cross-entropy with the label; zeros without labels
+    square_C: Tensor  # logsumexp of the logits, squared
+    mass_C: Tensor  # student mass on the kept entries
+    entropy_C: Tensor  # of the student over the classes compared
 
     def totals(self, scale_C: Tensor) -> Tensor:
         """Sums over rows weighted by ``scale_C``, shape [5] in field order."""
-        return torch.stack([self.kd_C, self.ce_C, self.square_C, self.mass_C, self.entropy_C]) @ scale_C
+        return torch.stack(self) @ scale_C
 
 
 class LogSum(NamedTuple):
@@ -65,6 +55,24 @@ class LogSum(NamedTuple):
     def relative_to(self, top_C: Tensor) -> Tensor:
         """The logarithm after subtracting ``top_C`` from all logits."""
         return self.rest_C + (self.top_C - top_C)
+
+
+class Student(NamedTuple):
+    """A block's part of the student's logits, or that of several blocks; FLOOR stands for what another block holds."""
+
+    z_CK: Tensor  # kept logits
+    tail: LogSum  # of all others
+    soft_tail: LogSum | None  # the same of logits / temperature; None at temperature 1
+    label_z_C: Tensor | None  # logits of the labels, or None
+
+    def join(self, other: "Student") -> "Student":
+        """Of both blocks."""
+        soft_tail, label_z_C = self.soft_tail, self.label_z_C
+        if soft_tail is not None and other.soft_tail is not None:
+            soft_tail = soft_tail.join(other.soft_tail)
+        if label_z_C is not None and other.label_z_C is not None:
+            label_z_C = torch.maximum(label_z_C, other.label_z_C)
+        return Student(torch.maximum(self.z_CK, other.z_CK), self.tail.join(other.tail), soft_tail, label_z_C)
 
 
 class Slots(NamedTuple):
@@ -86,15 +94,29 @@ class Factors(NamedTuple):
     label_C: Tensor  # is subtracted in the label's column
 
 
-class _Student(NamedTuple):
+class _LogProbs(NamedTuple):
     log_q_CK: Tensor
     log_t_C: Tensor
     top_C: Tensor
     lse_C: Tensor  # relative to top_C
 
 
-def locate(kept: Kept, start: int, stop: int) -> Slots:
-    """Slots of the block of columns [start, stop)."""
+def strip(
+    z_CV: Tensor, soft_CV: Tensor | None, kept: Kept, labels_C: Tensor | None, start: int, temperature: float
+) -> tuple[Slots, Student]:
+    """Take the kept logits out of the block that begins at column ``start``, and leave the softmax of the rest there.
+
+    ``soft_CV`` is a buffer like the block, for a temperature other than 1: it gets the same at that temperature.
+    """
+    slots = _locate(kept, start, start + z_CV.shape[1])
+    label_z_C, soft_tail = _pick_labels(z_CV, labels_C, start), None
+    if soft_CV is not None:
+        soft_tail = _take_out(torch.div(z_CV, temperature, out=soft_CV), slots)[1]
+    z_CK, tail = _take_out(z_CV, slots)
+    return slots, Student(z_CK, tail, soft_tail, label_z_C)
+
+
+def _locate(kept: Kept, start: int, stop: int) -> Slots:
     at_CK = kept.ids_CK - start
     mine_CK = kept.filled_CK & (at_CK >= 0) & (at_CK < stop - start)
     at_CK = at_CK.clamp(0, stop - start - 1)
@@ -102,11 +124,7 @@ def locate(kept: Kept, start: int, stop: int) -> Slots:
     return Slots(torch.where(mine_CK, at_CK, at_CK.gather(1, first_C1)), mine_CK)
 
 
-def strip(z_CV: Tensor, slots: Slots) -> tuple[Tensor, LogSum]:
-    """Take the kept logits out of a block, and turn it into the softmax of what is left, in place.
-
-    Returns the kept logits [C, K], FLOOR where the slot isn't in this block, and the rest's logsumexp.
-    """
+def _take_out(z_CV: Tensor, slots: Slots) -> tuple[Tensor, LogSum]:
     z_CK = z_CV.gather(1, slots.at_CK)
     # A row without any slot here repeats one column in all of them: write back what is there.
     z_CV.scatter_(1, slots.at_CK, torch.where(slots.mine_CK.any(1, keepdim=True), FLOOR, z_CK))
@@ -115,8 +133,7 @@ def strip(z_CV: Tensor, slots: Slots) -> tuple[Tensor, LogSum]:
     return torch.where(slots.mine_CK, z_CK, FLOOR), LogSum(top_C, -z_CV.amax(1).log())
 
 
-def pick_labels(z_CV: Tensor, labels_C: Tensor | None, start: int) -> Tensor | None:
-    """Logit of each label, FLOOR where it lies outside the block that begins at ``start``."""
+def _pick_labels(z_CV: Tensor, labels_C: Tensor | None, start: int) -> Tensor | None:
     if labels_C is None:
         return None
     at_C = labels_C - start
@@ -125,32 +142,20 @@ def pick_labels(z_CV: Tensor, labels_C: Tensor | None, start: int) -> Tensor | N
 
 
 def compare(
-    kept: Kept,
-    z_CK: Tensor,
-    tail: LogSum,
-    soft_tail: LogSum | None,
-    label_z_C: Tensor | None,
-    grad_scale_C: Tensor | None,
-    config: LossConfig,
+    kept: Kept, student: Student, grad_scale_C: Tensor | None, config: LossConfig
 ) -> tuple[Rows, Factors | None]:
-    """Evaluate rows from their kept logits and tails.
+    """Evaluate rows from the teacher's classes at temperature 1 and the student's of all blocks.
 
-    Args:
-        kept: the teacher's classes at temperature 1.
-        z_CK: the student's kept logits, FLOOR in empty slots.
-        tail: logsumexp of the other logits.
-        soft_tail: the same of logits / temperature; None at temperature 1.
-        label_z_C: logits of the labels, or None.
-        grad_scale_C: factor on each row's gradient; None for values alone, without ``Factors``.
-        config: the objective.
+    ``grad_scale_C`` is the factor on each row's gradient; None for values alone, without ``Factors``.
     """
-    found, temperature = divergence.load(config.divergence), config.temperature
+    found, temperature = DIVERGENCES[config.divergence], config.temperature
+    z_CK, tail, soft_tail, label_z_C = student
     plain = soft = _normalise(z_CK, tail)
     log_shape_C = None
     if soft_tail is not None:
         soft = _normalise(z_CK / temperature, soft_tail)
         log_shape_C = soft_tail.rest_C - tail.rest_C / temperature + (soft_tail.top_C - tail.top_C / temperature)
-    kept = temper(kept, config.tail, temperature, log_shape_C, found.ZERO_TEACHER_IS_INFINITE)
+    kept = temper(kept, config.tail, temperature, log_shape_C, found.infinite_without_teacher)
     log_p_CL = torch.cat([kept.log_p_CK, kept.log_r_C[:, None]], 1)
     log_q_CL = torch.cat([soft.log_q_CK, soft.log_t_C[:, None]], 1)
     filled_CL = torch.cat([kept.filled_CK, torch.ones_like(kept.filled_CK[:, :1])], 1)
@@ -179,31 +184,20 @@ def compare(
 def spread(
     c_CV: Tensor, soft_c_CV: Tensor | None, slots: Slots, labels_C: Tensor | None, factors: Factors, start: int
 ) -> None:
-    """Turn a stripped block into the gradient of its logits, in place.
-
-    Args:
-        c_CV: what ``strip`` left of the logits.
-        soft_c_CV: the same at the config's temperature, or None.
-        slots: the block's.
-        labels_C: int64, or None.
-        factors: of these rows, for the block's portion of the tail (see ``portion``).
-        start: the block's first column.
-    """
+    """Turn a stripped block into the gradient of its logits, in place; ``factors`` are the block's ``portion``."""
     c_CV.mul_(factors.tail_C[:, None])
     if soft_c_CV is not None and factors.soft_tail_C is not None:
         c_CV.addcmul_(soft_c_CV, factors.soft_tail_C[:, None])
     c_CV.scatter_add_(1, slots.at_CK, torch.where(slots.mine_CK, factors.kept_CK, 0.0))
-    subtract_labels(c_CV, labels_C, factors.label_C, start)
+    _subtract_labels(c_CV, labels_C, factors.label_C, start)
 
 
-def portion(
-    factors: Factors, here: LogSum, tail: LogSum, soft_here: LogSum | None, soft_tail: LogSum | None
-) -> Factors:
-    """The factors for one of several blocks, of which the tail's logsumexp is ``here`` out of ``tail``."""
+def portion(factors: Factors, here: Student, whole: Student) -> Factors:
+    """The factors for the block ``here``, one of several."""
     soft_C = factors.soft_tail_C
-    if soft_C is not None and soft_here is not None and soft_tail is not None:
-        soft_C = soft_C * _share(soft_here, soft_tail)
-    return factors._replace(tail_C=factors.tail_C * _share(here, tail), soft_tail_C=soft_C)
+    if soft_C is not None and here.soft_tail is not None and whole.soft_tail is not None:
+        soft_C = soft_C * _share(here.soft_tail, whole.soft_tail)
+    return factors._replace(tail_C=factors.tail_C * _share(here.tail, whole.tail), soft_tail_C=soft_C)
 
 
 def _share(block: LogSum, tail: LogSum) -> Tensor:
@@ -217,11 +211,11 @@ def dense_rows(
 
     ``z_CV`` ends, with ``grad_scale_C``, as the gradient. ``log_p_CV`` is -inf where ``z_CV`` is FLOOR for padding.
     """
-    found, temperature = divergence.load(config.divergence), config.temperature
+    found, temperature = DIVERGENCES[config.divergence], config.temperature
     log_q_CV = torch.log_softmax(z_CV if temperature == 1 else z_CV / temperature, 1)
     top_C = z_CV.amax(1)
     rest_C = torch.logsumexp(z_CV - top_C[:, None], 1)
-    label_z_C = pick_labels(z_CV, labels_C, 0)
+    label_z_C = _pick_labels(z_CV, labels_C, 0)
     q_CV = log_q_CV.exp()
     rows = Rows(
         kd_C=found.term(log_p_CV, log_q_CV, config.beta).sum(1),
@@ -237,20 +231,19 @@ def dense_rows(
     slope_CV = found.slope(log_p_CV, log_q_CV, config.beta)
     kd_C1 = (config.kd_weight * temperature * grad_scale_C)[:, None]
     z_CV.addcmul_(slope_CV.addcmul_(q_CV, -slope_CV.sum(1, keepdim=True)), kd_C1)
-    subtract_labels(z_CV, labels_C, config.ce_weight * grad_scale_C, 0)
+    _subtract_labels(z_CV, labels_C, config.ce_weight * grad_scale_C, 0)
     return rows
 
 
-def subtract_labels(z_CV: Tensor, labels_C: Tensor | None, amount_C: Tensor, start: int) -> None:
-    """Subtract ``amount_C`` in the labels' columns, where they are in the block that begins at ``start``."""
+def _subtract_labels(z_CV: Tensor, labels_C: Tensor | None, amount_C: Tensor, start: int) -> None:
     if labels_C is not None:
         at_C = labels_C - start
         amount_C = torch.where((at_C >= 0) & (at_C < z_CV.shape[1]), amount_C, 0.0)
         z_CV.scatter_add_(1, at_C.clamp(0, z_CV.shape[1] - 1)[:, None], -amount_C[:, None])
 
 
-def _normalise(z_CK: Tensor, tail: LogSum) -> _Student:
+def _normalise(z_CK: Tensor, tail: LogSum) -> _LogProbs:
     top_C = torch.maximum(tail.top_C, z_CK.amax(1))
     z_CK, log_tail_C = z_CK - top_C[:, None], tail.relative_to(top_C)
     lse_C = torch.logaddexp(z_CK.logsumexp(1), log_tail_C)
-    return _Student(z_CK - lse_C[:, None], log_tail_C - lse_C, top_C, lse_C)
+    return _LogProbs(z_CK - lse_C[:, None], log_tail_C - lse_C, top_C, lse_C)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alambique.losses.objective import LogSum
+from alambique.losses.objective import LogSum, Student
 
 if torch.distributed.is_available():
     import torch.distributed as dist
@@ -19,22 +19,15 @@ if torch.distributed.is_available():
 
 @dataclass(frozen=True)
 class Shard:
-    """One process's block of the head's rows, of equal size in each process of ``group``, in the order of their ranks.
+    """One process's block of the head's rows, of equal size in each process of ``group``, in the order of ranks."""
 
-    Attributes:
-        group: processes that share one head and work on the same tokens.
-        start: the vocabulary index of the first row here.
-        size: number of processes.
-    """
+    group: Any  # processes that share one head and work on the same tokens
+    start: int  # the vocabulary index of the first row here
+    size: int  # number of processes
 
-    group: Any
-    start: int
-    size: int
-
-    def join(
-        self, z_CK: Tensor, label_z_C: Tensor | None, tail: LogSum, soft_tail: LogSum | None
-    ) -> tuple[Tensor, Tensor | None, LogSum, LogSum | None]:
-        """Kept logits, label logits and tails of all blocks: one all-reduce of maxima, one of sums of exponentials."""
+    def join(self, here: Student) -> Student:
+        """Of all processes' blocks: one all-reduce of maxima, one of sums of exponentials."""
+        z_CK, tail, soft_tail, label_z_C = here
         tails = [found for found in (tail, soft_tail) if found is not None]
         columns = [z_CK, *(found.top_C[:, None] for found in tails)]
         if label_z_C is not None:
@@ -47,7 +40,7 @@ class Shard:
         dist.all_reduce(sums, dist.ReduceOp.SUM, self.group)
         joined = [LogSum(top_C, sum_C.log()) for top_C, sum_C in zip(tops_C, sums, strict=True)]
         label_z_C = largest[:, -1] if label_z_C is not None else None
-        return largest[:, :slots], label_z_C, joined[0], joined[1] if soft_tail is not None else None
+        return Student(largest[:, :slots], joined[0], joined[1] if soft_tail is not None else None, label_z_C)
 
     def sum_(self, *tensors: Tensor | None) -> None:
         """Add up tensors over the processes, in place."""

@@ -26,10 +26,7 @@ _COLUMN_MULTIPLE = 64  # rows of a chunk stay aligned for tensor cores; the padd
 class Head:
     """A head with its bias, scale and soft-cap, applied to chunks in buffers that it doesn't own.
 
-    Attributes:
-        rows: of the head that was given.
-        columns: how many are computed: the vocabulary rounded up as far as the head has rows.
-        weight_VD: those rows, in the operands' dtype.
+    Of its ``rows`` it computes ``columns``: the vocabulary rounded up as far as there are rows.
     """
 
     def __init__(
@@ -70,23 +67,14 @@ class Head:
 
 @dataclass
 class Gradients:
-    """Gradients that are summed over chunks; a field is None where nobody wants it.
+    """Gradients that are summed over chunks; a field is None where nobody wants it."""
 
-    Attributes:
-        hidden_ND: in the hidden states' dtype, each row written once.
-        weight_VD: the head's, all rows, in float32 or as ``weight_grad`` says.
-        bias_V: in the compute dtype.
-        fresh: whether weight_VD holds nothing yet, so that the first chunk overwrites it.
-        tolerance: of the gradient filter; 0 for none.
-        energies: [2], sums of squares of dlogits that the filter dropped and of all; None without a filter.
-    """
-
-    hidden_ND: Tensor | None
-    weight_VD: Tensor | None
-    bias_V: Tensor | None
-    fresh: bool
-    tolerance: float = 0.0
-    energies: Tensor | None = None
+    hidden_ND: Tensor | None  # in the hidden states' dtype, each row written once
+    weight_VD: Tensor | None  # the head's, all rows, in float32 or as ``weight_grad`` says
+    bias_V: Tensor | None  # in the compute dtype
+    fresh: bool  # whether weight_VD holds nothing yet, so that the first chunk overwrites it
+    tolerance: float = 0.0  # of the gradient filter; 0 for none
+    energies: Tensor | None = None  # [2], sums of squares of dlogits that the filter dropped and of all
 
     def add(self, head: Head, hidden_CD: Tensor, dz_CV: Tensor, start: int) -> None:
         """Add a chunk whose first row is ``start``; ``dz_CV``, rounded to the operands or not, is destroyed."""

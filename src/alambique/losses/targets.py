@@ -18,19 +18,12 @@ TAIL_FLOOR = 1.2e-7
 
 @dataclass(frozen=True)
 class Kept:
-    """Teacher classes of a chunk: K entries and one tail.
+    """Teacher classes of a chunk: K entries and one tail."""
 
-    Attributes:
-        ids_CK: int64 columns; what an empty slot names means nothing.
-        filled_CK: False for empty slots, which take part in nothing.
-        log_p_CK: log-probabilities, -inf in empty slots.
-        log_r_C: log of the tail's mass, -inf for none.
-    """
-
-    ids_CK: Tensor
-    filled_CK: Tensor
-    log_p_CK: Tensor
-    log_r_C: Tensor
+    ids_CK: Tensor  # int64 columns; what an empty slot names means nothing
+    filled_CK: Tensor  # False for empty slots, which take part in nothing
+    log_p_CK: Tensor  # log-probabilities, -inf in empty slots
+    log_r_C: Tensor  # log of the tail's mass, -inf for none
 
 
 def kept_entries(signal: TopKSignal, labels_C: Tensor | None, tail: Tail, vocab_size: int, dtype: torch.dtype) -> Kept:

@@ -3,47 +3,58 @@
 Dimension letters: N tokens (after dropping), K kept entries, V vocabulary, D hidden size.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from alambique.core.errors import UserError
 from alambique.core.signal import DenseSignal, Signal, StatesSignal, TopKSignal
-from alambique.losses import divergence, parallel
+from alambique.losses import parallel
 from alambique.losses.config import LossConfig
+from alambique.losses.divergence import DIVERGENCES
 from alambique.losses.parallel import Shard
+from alambique.losses.targets import Kept, kept_entries
 
 IGNORED_LABEL = -100  # source: torch's cross_entropy
 
 
+class Inputs(NamedTuple):
+    """What gradients can be had of."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+
+
 @dataclass(frozen=True)
 class Task:
-    """Everything but the differentiable inputs.
+    """Everything but the differentiable inputs."""
 
-    Attributes:
-        signal: the teacher, for the N rows.
-        labels_N: int64, or None.
-        scale_N: weight / denominator of each row, in the compute dtype.
-        vocab_size: columns of the head from here on are padding.
-        config: the objective.
-        weight_grad_VD: where the head's gradient is added, instead of being handed to autograd; or None.
-        shard: which block of the head this process has, or None for all of it.
-    """
-
-    signal: Signal
-    labels_N: Tensor | None
-    scale_N: Tensor
-    vocab_size: int
+    signal: Signal  # the teacher, for the N rows
+    labels_N: Tensor | None  # int64
+    scale_N: Tensor  # weight / denominator of each row, in the compute dtype
+    vocab_size: int  # columns of the head from here on are padding
     config: LossConfig
-    weight_grad_VD: Tensor | None = None
-    shard: Shard | None = None
+    weight_grad_VD: Tensor | None = None  # where the head's gradient is added, instead of being handed to autograd
+    shard: Shard | None = None  # which block of the head this process has, None for all of it
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """float64 for float64 inputs, otherwise float32."""
         return self.scale_N.dtype
+
+    def labels(self, rows: slice) -> Tensor | None:
+        """Those of some rows."""
+        return self.labels_N[rows] if self.labels_N is not None else None
+
+    def kept(self, rows: slice) -> Kept:
+        """The teacher's classes of some rows, at temperature 1; the signal is a top-K one."""
+        signal = self.signal[rows]
+        assert isinstance(signal, TopKSignal)
+        return kept_entries(signal, self.labels(rows), self.config.tail, self.vocab_size, self.compute_dtype)
 
     def local_vocab(self, weight_VD: Tensor) -> int:
         """Rows of this process's head (or block of it) that are no padding."""
@@ -54,6 +65,11 @@ class Task:
         """The loss, from the weighted sums of ``Rows``; the diagnostics among them weigh nothing."""
         config, (kd, ce, square) = self.config, totals[:3].unbind()
         return config.kd_weight * config.temperature**2 * kd + config.ce_weight * ce + config.z_loss * square
+
+
+def blocks(total: int, size: int) -> Iterator[slice]:
+    """Ranges of at most ``size`` rows, in order."""
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -162,7 +178,7 @@ def _check_options(signal: Signal, labels_N: Tensor | None, config: LossConfig, 
         if shard is not None:
             raise UserError("loss: vocab_group can't be used with a dense signal: pass a top-K signal or a whole head.")
         return
-    if config.tail != "bucket" and divergence.load(config.divergence).ZERO_TEACHER_IS_INFINITE:
+    if config.tail != "bucket" and DIVERGENCES[config.divergence].infinite_without_teacher:
         raise UserError(
             f"loss: divergence: {config.divergence} is infinite with tail: {config.tail}, which leaves the teacher no "
             "mass outside the kept entries: choose tail: bucket."

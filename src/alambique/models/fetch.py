@@ -60,11 +60,7 @@ def fetch_tokenizer(uri: str) -> Path:
 
 
 def require_weights(path: Path, uri: str) -> None:
-    """Check that a folder holds a whole model.
-
-    Raises:
-        UserError: no configuration, no safetensors, or a shard is missing.
-    """
+    """Refuse a folder without a whole model: no configuration, no safetensors, or a missing shard."""
     if not (path / "config.json").is_file():
         raise UserError(f"{uri} is not a transformers model: there is no config.json in {path}.")
     if not (path / _INDEX).is_file() and not (path / "model.safetensors").is_file():

@@ -29,9 +29,9 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*"
 _NOT_COMPANIONS = ("manifest.json", "config.json", "model.safetensors.index.json")
 # The dimension along which a projection's weight holds MLP channels or heads; a bias has only the first.
 _CUT_DIM = {
-    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 0),
-    **dict.fromkeys(("mlp.down_proj", "self_attn.o_proj"), 1),
-}
+    "mlp.gate_proj": 0, "mlp.up_proj": 0, "mlp.down_proj": 1,
+    "self_attn.q_proj": 0, "self_attn.k_proj": 0, "self_attn.v_proj": 0, "self_attn.o_proj": 1,
+}  # fmt: skip
 
 
 def facts(path: Path) -> dict[str, Any]:

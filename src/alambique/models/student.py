@@ -76,10 +76,16 @@ class StudentConfig(Config):
         return next((name for name in ("model", *_DEPTH) if getattr(self, name) is not None), "width")
 
     @property
+    def measured_depth(self) -> int | None:
+        """How many layers go that the teacher must be measured to choose; None where none are chosen so."""
+        if self.drop_block is not None and self.drop_block.first == "measured":
+            return self.drop_block.count
+        return self.drop_by_influence
+
+    @property
     def measured(self) -> bool:
         """Whether the teacher must be run on the corpus to make this student."""
-        at_block = self.drop_block is not None and self.drop_block.first == "measured"
-        return self.width is not None or self.drop_by_influence is not None or at_block
+        return self.width is not None or self.measured_depth is not None
 
     def require(self, num_layers: int, intermediate_size: int | None, key_value_heads: int | None) -> None:
         """Check against the teacher's sizes what can be checked before it is measured; None for one that it lacks.
@@ -87,14 +93,12 @@ class StudentConfig(Config):
         Raises:
             UserError: nothing or everything would be left, or a width isn't smaller than the teacher's.
         """
-        if self.drop_by_influence is not None:
-            _require_count("drop_by_influence", self.drop_by_influence, num_layers)
-        elif self.drop_block is not None and self.drop_block.first == "measured":
-            _require_count("drop_block", self.drop_block.count, num_layers)
+        if self.measured_depth is not None:
+            _require_count(self.strategy, self.measured_depth, num_layers)
         else:
             self.kept_layers(num_layers)
-        limits = {"intermediate_size": intermediate_size, "num_key_value_heads": key_value_heads}
-        for name, limit in limits.items():
+        limits = (("intermediate_size", intermediate_size), ("num_key_value_heads", key_value_heads))
+        for name, limit in limits:
             wanted = getattr(self.width, name, None)
             if wanted is not None and limit is not None and not wanted < limit:
                 raise UserError(f"width.{name} = {wanted} must be smaller than the teacher's {limit}: leave it out.")

@@ -5,6 +5,7 @@ Dimensions: R rows, N captured tokens, K entries.
 
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,49 +19,21 @@ from alambique.cache.shards import Block, write_shard
 from alambique.cache.states import HiddenStates
 from alambique.core.errors import UserError
 
-_Measured = dict[float, float]
 # Bytes of an entry in its stream by K, as the codec `exact` packs them, and bits that the table of classes takes for a
 # token of the vocabulary, by entries of a shard for each of them. source: 14,815 positions of the embedded teacher's
 # cache, its top 100 cut to K, in shards of 15 rows (docs/plan.md)
-_ID_BYTES: _Measured = {
-    1: 1.135,
-    2: 1.125,
-    5: 1.178,
-    10: 1.24,
-    16: 1.298,
-    25: 1.353,
-    50: 1.439,
-    75: 1.487,
-    100: 1.519,
-}
-_LOGPROB_BYTES: _Measured = {
-    1: 1.832,
-    2: 1.761,
-    5: 1.315,
-    10: 1.007,
-    16: 0.838,
-    25: 0.682,
-    50: 0.511,
-    75: 0.434,
-    100: 0.387,
-}
-_CLASS_BITS: _Measured = {
-    0.075: 0.17,
-    0.3: 0.4,
-    0.75: 0.73,
-    1.9: 1.21,
-    3.8: 1.68,
-    7.5: 2.22,
-    15: 2.55,
-    30: 3.0,
-    50: 3.2,
-}
+_K = (1, 2, 5, 10, 16, 25, 50, 75, 100)
+_ID_BYTES = (1.135, 1.125, 1.178, 1.24, 1.298, 1.353, 1.439, 1.487, 1.519)
+_LOGPROB_BYTES = (1.832, 1.761, 1.315, 1.007, 0.838, 0.682, 0.511, 0.434, 0.387)
+_ENTRIES = (0.075, 0.3, 0.75, 1.9, 3.8, 7.5, 15, 30, 50)
+_CLASS_BITS = (0.17, 0.4, 0.73, 1.21, 1.68, 2.22, 2.55, 3.0, 3.2)
 _FP32_LOGPROB = 66 / 39  # source: docs/cache-format.md, logprobs of fp32 logits against those of bf16 logits
 _DOUBLING = 0.022  # bytes of an id more for each doubling of the vocabulary; source: docs/cache-format.md
 _VOCAB = 49_152  # of the measured teacher
 _TAIL_BYTES, _ROW_BYTES, _SHARD_BYTES = 4, 60, 1100  # tail mass; hash, offsets and checksum; header; source: the format
 _QUANTIZED_BYTES = 0.42  # of a code; source: docs/cache-format.md
 _DRAWS = {"exact": (4.55, 0.604), "top_p": (4.49, 0.565)}  # a · draws^b fits docs/cache-format.md to 2 %
+_REST_DRAW_BYTES = 2.13  # source: docs/ladder.md, a draw beside the embedded teacher's top 50
 _SAMPLED_BLOCKS = 4  # assumption: blocks of a cache differ by a few per cent
 
 
@@ -89,14 +62,18 @@ def by_formula(
     states = states_of(model, config)
     rows = min(num_rows, rows_per_shard(config, slots, seq_len, states))
     tokens, entries = rows * seq_len, rows * seq_len * slots
-    if config.sampling is not None:
+    sampling = config.sampling
+    if sampling is not None and not sampling.top_k:
         factor, power = _DRAWS["top_p" if config.codec == "top_p" else "exact"]
         streams = factor * config.draws**power
     else:
-        streams = slots * (_between(_ID_BYTES, slots) + _DOUBLING * math.log2(max(vocab, 2) / _VOCAB))
-        logprob = _between(_LOGPROB_BYTES, slots) * (_FP32_LOGPROB if logits_dtype == "float32" else 1.0)
-        streams += 4 + slots * _QUANTIZED_BYTES if config.codec == "quantized" else slots * logprob
-    shard = _SHARD_BYTES + vocab * _between(_CLASS_BITS, entries / vocab) / 8 + rows * (_ROW_BYTES + seq_len / 8)
+        top = slots if sampling is None else sampling.top_k
+        streams = top * (_between(top, _K, _ID_BYTES) + _DOUBLING * math.log2(max(vocab, 2) / _VOCAB))
+        logprob = _between(top, _K, _LOGPROB_BYTES) * (_FP32_LOGPROB if logits_dtype == "float32" else 1.0)
+        streams += 4 + top * _QUANTIZED_BYTES if config.codec == "quantized" else top * logprob
+        streams += _REST_DRAW_BYTES * (slots - top)
+    table_bits = vocab * _between(entries / vocab, _ENTRIES, _CLASS_BITS)
+    shard = _SHARD_BYTES + table_bits / 8 + rows * (_ROW_BYTES + seq_len / 8)
     streams += states.bytes_per_token if states else 0
     return CacheSize(streams + _TAIL_BYTES + shard / tokens, "at most" if config.top_p < 1 else "formula")
 
@@ -148,7 +125,6 @@ def _encoded(cache: TeacherCache, rows: range, slots: int, codec: str) -> tuple[
         return len(entries.tail_mass_N), path.stat().st_size
 
 
-def _between(measured: _Measured, at: float) -> float:
+def _between(at: float, places: Sequence[float], measured: Sequence[float]) -> float:
     """The measured figure there, on straight lines over the logarithm; beyond what was measured the last one."""
-    known = sorted(measured)
-    return float(np.interp(math.log(at), [math.log(value) for value in known], [measured[value] for value in known]))
+    return float(np.interp(math.log(at), np.log(places), measured))

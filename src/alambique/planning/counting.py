@@ -4,7 +4,6 @@ Shapes alone: tensors on the meta device, or torch's fake tensors, which have a 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-@dataclass
-class _Live:
-    reference: StorageWeakRef
-    num_bytes: int
 
 
 class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,7 +26,7 @@ class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}  # by address, with the bytes
         self._upper_bytes = 0  # what is alive, and perhaps some that has died since it was last looked at
         self.peak_bytes = 0
         self._watch(inputs)
@@ -41,13 +34,9 @@ class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def live_bytes(self) -> int:
         """Bytes that are alive now."""
-        for address in [a for a, entry in self._live.items() if entry.reference.expired()]:  # type: ignore[no-untyped-call]
-            self._upper_bytes -= self._live.pop(address).num_bytes
+        for address in [a for a, (reference, _) in self._live.items() if reference.expired()]:  # type: ignore[no-untyped-call]
+            self._upper_bytes -= self._live.pop(address)[1]
         return self._upper_bytes
-
-    def reset_peak(self) -> None:
-        """Forget the peak so far; what is alive now is the new one."""
-        self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -68,7 +57,7 @@ class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             # A weak reference keeps the address from being used again, so that it identifies the storage.
             if storage._cdata not in self._live:
-                self._live[storage._cdata] = _Live(StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
                 self._upper_bytes += storage.nbytes()
         if self._upper_bytes > self.peak_bytes:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -47,22 +47,14 @@ class Need:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan is made for.
+    """What a plan is made for."""
 
-    Attributes:
-        name: what a person calls it.
-        device: ``cuda`` or ``cpu``; nothing is ever run there.
-        memory_mib: what a stage may use.
-        flop_per_s: what a stage is taken to make, and ``assumed`` how that is known.
-        dtype: what ``auto`` means there.
-    """
-
-    name: str
-    device: str
-    memory_mib: float
-    flop_per_s: float
-    assumed: str
-    dtype: str
+    name: str  # what a person calls it
+    device: str  # ``cuda`` or ``cpu``; nothing is ever run there
+    memory_mib: float  # what a stage may use
+    flop_per_s: float  # what a stage is taken to make
+    assumed: str  # how that is known
+    dtype: str  # what ``auto`` means there
 
     def need(self, lasting_bytes: float, peak_bytes: float, flops: float | None = None, loading: float = 0.0) -> Need:
         """What a stage needs here whose tensors take ``peak_bytes``, of which ``lasting_bytes`` stay.

@@ -46,19 +46,12 @@ AttentionMaskInterface.register(_FLASH, lambda *args, **kwargs: None)
 
 @dataclass(frozen=True)
 class Count:
-    """What a count found.
+    """What a count found."""
 
-    Attributes:
-        parameters: of the model, tied ones once.
-        lasting_bytes: weights, and in training their gradients and moments: what is there between two batches.
-        peak_bytes: alive at the fullest moment, the lasting ones among them.
-        row_flops: products and attentions of one row.
-    """
-
-    parameters: float
-    lasting_bytes: float
-    peak_bytes: float
-    row_flops: float
+    parameters: float  # of the model, tied ones once
+    lasting_bytes: float  # weights, and in training their gradients and moments: what is there between two batches
+    peak_bytes: float  # alive at the fullest moment, the lasting ones among them
+    row_flops: float  # products and attentions of one row
 
     def towards(self, other: "Count", factor: float) -> "Count":
         """The point of the line through both: 0 gives this one, 1 the other."""
@@ -227,11 +220,8 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> Spli
     return SplitModel(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel))
 
 
-@contextlib.contextmanager
-def _counted(*models: SplitModel) -> Iterator[CountedMemory]:
-    tensors = [tensor for model in models for tensor in (*model.model.parameters(), *model.model.buffers())]
-    with CountedMemory(tensors) as memory:
-        yield memory
+def _counted(*models: SplitModel) -> CountedMemory:
+    return CountedMemory(tensor for model in models for tensor in (*model.model.parameters(), *model.model.buffers()))
 
 
 @contextlib.contextmanager

