@@ -6,8 +6,9 @@ signal of the live teacher, and the teacher's side of the held-out comparison.
 Dimensions: R rows, B rows of a batch, S positions, N tokens, D hidden size, V vocabulary.
 """
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +94,11 @@ class Replay:
     @staticmethod
     def _key(input_ids_S: Tensor, document_ids_S: Tensor) -> bytes:
         return torch.stack([input_ids_S.int(), document_ids_S.int()]).cpu().numpy().tobytes()
+
+    def recording(self, layers: Sequence[int]) -> contextlib.AbstractContextManager[dict[int, Tensor]]:
+        """No state of a layer is kept, and no rung asks for one."""
+        assert not layers
+        return contextlib.nullcontext({})
 
     def hidden(self, input_ids_BS: Tensor, document_ids_BS: Tensor) -> Tensor:
         """Hidden states after the final norm, [B, S, D]."""

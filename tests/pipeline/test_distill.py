@@ -397,7 +397,7 @@ def test_too_small_a_disk_is_refused_before_training(project: Path, monkeypatch:
     [
         ("sampled", "bucket", "would take draws for a top K: set it to sampled, or the teacher's keep to top_k."),
         ("top_k", "sampled", "would take a top K for draws: set another tail (bucket is the default), or the teacher's "
-         "keep to sampled."),
+         "keep to sampled or top_k_and_draws."),
     ],
 )  # fmt: skip
 def test_a_tail_that_would_misread_the_cache_is_refused_at_once(

@@ -78,19 +78,11 @@ def distill(
     optimiser = adamw(model.named_parameters(), config)
     run = _start(config, model, optimiser, scratch, processes)
     loss = config.loss.model_copy(update={"logit_softcap": student.logit_softcap, "logit_scale": student.logit_scale})
-    setup = Setup(
-        student,
-        live,
-        config,
-        loss,
-        vocab_size,
-        device,
-        lambda: processes.any(stop()),
-        validate,
-        processes,
-        context,
-        matching,
-    )
+
+    def stopping() -> bool:
+        return processes.any(stop())
+
+    setup = Setup(student, live, config, loss, vocab_size, device, stopping, validate, processes, context, matching)
     num_steps, first_step = config.num_steps(rows.num_rows), run.step
     tokens_per_step, layers = config.rows_per_step * rows.seq_len, matching.teacher_layers if matching else ()
 
