@@ -49,7 +49,7 @@ class Browser:
     def text(self) -> str:
         return str(self.value("document.body ? document.body.innerText : ''"))
 
-    def text_with(self, *parts: str, seconds: float = 20) -> str:
+    def text_with(self, *parts: str, seconds: float = 120) -> str:
         """The page's text as soon as all parts are in it, or as it is when time is up."""
         end = time.monotonic() + seconds
         while not all(part in (text := self.text()) for part in parts) and time.monotonic() < end:

@@ -145,6 +145,7 @@ with repo.lock:
             each.save()
             if each.def_path.startswith(("src/", "pipeline/")):
                 code[each.def_path] = each.hash_info, each.meta
+        stage.commit()
         stages[stage.name] = to_single_stage_lockfile(stage)
 YAML().dump(json.loads(json.dumps({"schema": "2.0", "stages": stages})), Path("dvc.lock"))
 """

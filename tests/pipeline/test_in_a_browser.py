@@ -22,6 +22,7 @@ from tests.tiny_results import BENCHMARKS, write_results
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (Debian: apt-get install chromium)"),
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # a minute of patience costs nothing where it is not needed
 ]
 FIGURES = {
     "eval/kl_nats": 0.45, "eval/agreement": 0.6, "eval/boolq_acc": 0.74, "eval/mmlu_acc": 0.25,
