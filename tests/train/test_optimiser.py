@@ -58,6 +58,14 @@ def test_clipping_scales_to_the_norm_and_reports_what_it_was() -> None:
     assert torch.cat([p.grad for p in parameters if p.grad is not None]).norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
+def test_a_small_gradient_stays_as_it_is() -> None:
+    parameter, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([0.3, 0.4])
+    assert clip_gradients([parameter, frozen], 1.0).item() == pytest.approx(0.5)
+    assert parameter.grad.tolist() == torch.tensor([0.3, 0.4]).tolist()
+    assert clip_gradients([frozen], 1.0).item() == 0
+
+
 def test_a_norm_that_is_not_finite_is_returned() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([float("nan")])

@@ -4,6 +4,7 @@ import platform
 import resource
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -15,8 +16,10 @@ def peak_mib(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) / 2**20
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kib / 2**10 if platform.system() == "Linux" else kib / 2**20
+    if platform.system() == "Linux":  # where ru_maxrss begins with the peak of the process that started this one
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class Stopwatch:

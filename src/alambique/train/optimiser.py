@@ -54,5 +54,9 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
 
     A norm that is not finite stays in the returned value for the caller to find: nothing waits for the device here.
     """
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=False, foreach=True)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all processes
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all processes
+    if whole.device.type != "cpu" or not whole <= max_norm:  # on a CPU a look is free, and scaling by 1 is not
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return whole
