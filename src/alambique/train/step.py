@@ -133,9 +133,8 @@ def _idle(setup: Setup, micro: MicroBatch) -> None:
 def _micro_step(setup: Setup, run: Run, micro: MicroBatch, denominator: int, counter: FlopCounter | None) -> Tensor:
     """Forward, loss and backward of one micro-batch; returns its share of the step's loss, kd and ce, and distance."""
     student, impl, matching = setup.student, setup.config.loss_impl, setup.matching
-    signal, theirs_NLE = _signal(
-        setup, micro
-    )  # first, so that a live teacher's activations are gone before the student's come
+    # First, so that a live teacher's activations are gone before the student's come.
+    signal, theirs_NLE = _signal(setup, micro)
     before = counter.flops if counter else 0
     with student.recording(matching.student_layers if matching else ()) as states:
         hidden_ND = micro.select(student.hidden(micro.input_ids_BS, micro.document_ids_BS))
