@@ -32,7 +32,7 @@ pytestmark = [
     ),
 ]
 
-MARK = "ALAMBIQUE_TEST_MARK"
+MARK = "TEST_RUN_MARK"
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 # Who is hit by what. "terminal" is ^C: the whole foreground group. "everything" is a power cut, as far as processes go.
 ANYWHERE = [
