@@ -48,7 +48,7 @@ class CaptureConfig(Config):
     device_map: Literal["auto", "balanced", "sequential"] | None = None  # assumption: the teacher fits on one GPU
     tensor_parallel: int = Field(default=1, ge=1)  # assumption: as above
     batch_tokens: int = Field(default=8192, ge=1)  # assumption: fills a GPU, and a 70B teacher's activations still fit
-    # assumption: 2,000 tokens at V = 128,256 keep the head's product compute-bound on a GPU; a CPU takes 24 MiB
+    # assumption: 2,000 tokens at V = 128,256 keep the head's product compute-bound on a GPU; a CPU takes 96 MiB
     logits_mib: int = Field(default=2048, ge=1)
     shard_mib: float = Field(default=256, gt=0)  # source: files of 256 MB to 1 GB suit DVC; docs/cache-format.md
 
