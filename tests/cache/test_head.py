@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from alambique.cache.head import Head, _largest_in_two_steps, top_entries
+from alambique.cache.head import Head, _largest_in_two_steps, top_entries, top_ids
 
 D, V, PADDED = 16, 300, 320
 
@@ -110,14 +110,25 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_mass() -> None:
         assert float(tail[row]) == pytest.approx(1 - float(mass[row, count - 1]), abs=3e-6)
 
 
+def in_two_steps(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    head = Head(torch.empty(logits.shape[1], 1), None, None, 1.0)
+    for use, dtype in {"piece": torch.float32, "maxima": torch.float32, "keys": torch.int32}.items():
+        head.block(use, len(logits), dtype).fill_(-7 if dtype == torch.int32 else float("nan"))
+    sums = torch.full((len(logits), 1), float("nan"))
+    return *_largest_in_two_steps(logits, head, 12, sums), sums
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [12 * 64 * 4, 12 * 64 * 4 + 37, 40_003])
-def test_two_step_selection_finds_the_same_logits(vocab: int) -> None:
-    logits = (torch.randn(30, vocab) * 5).bfloat16().float()  # with ties
+def test_two_step_selection_finds_the_same_logits(vocab: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(30, vocab) * 5).bfloat16().to(dtype)  # with ties
     logits[0, :] = -3.0  # all equal
     logits[1, -20:] = 90.0  # in the columns that fill no group
     logits[2, :40] = float("-inf")
     logits[3] -= 150.0  # exp of these is 0
-    ids, top, sums = _largest_in_two_steps(logits, 12)
+    ids, top, sums = in_two_steps(logits)
+    assert torch.equal(top_ids(logits, Head(torch.empty(vocab, 1), None, None, 1.0), 12), ids)
+    logits = logits.float()
     assert all(len(set(row)) == 12 for row in ids.tolist())
     assert torch.equal(logits.gather(1, ids), top)
     assert torch.equal(top, logits.topk(12).values)
@@ -125,9 +136,9 @@ def test_two_step_selection_finds_the_same_logits(vocab: int) -> None:
     torch.testing.assert_close(sums.double().log() + top[:, :1].double(), expected, rtol=0, atol=4e-6)
 
 
-def test_two_step_selection_keeps_nan() -> None:
-    logits = torch.randn(2, 12 * 64 * 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_step_selection_keeps_nan(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 12 * 64 * 4).to(dtype)
     logits[0, 77] = float("nan")
-    ids, _, sums = _largest_in_two_steps(logits, 12)
-    assert ids[0, 0] == 77
+    sums = in_two_steps(logits)[2]
     assert sums.isnan().flatten().tolist() == [True, False]

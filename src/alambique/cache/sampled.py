@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from alambique.cache.head import Head, logits_chunks, pieces, top_ids
+from alambique.cache.head import Head, float_pieces, logits_chunks, pieces, top_ids
 from alambique.core.errors import UserError
 from alambique.core.files import sha256_json
 from alambique.core.params import Config
@@ -120,19 +120,19 @@ def sampled_entries(
     """
     start, parts = 0, []
     for logits_CV in logits_chunks(hidden_ND, head, logits_mib):
-        top_CK = top_ids(logits_CV, sampling.top_k)
-        for piece_CV, ids_CK in zip(pieces(logits_CV), pieces(logits_CV, top_CK), strict=True):
-            parts.append(_entries(piece_CV, ids_CK, uniforms_NU[start : start + len(piece_CV)], sampling))
-            start += len(piece_CV)
+        top_CK = top_ids(logits_CV, head, sampling.top_k)
+        for z_CV, ids_CK in zip(float_pieces(logits_CV, head), pieces(logits_CV, top_CK), strict=True):
+            probabilities_CV = torch.softmax(z_CV, -1, out=head.block("probabilities", len(z_CV), torch.float32))
+            parts.append(_entries(probabilities_CV, ids_CK, uniforms_NU[start : start + len(z_CV)], sampling))
+            start += len(z_CV)
     ids, log_weights, tails = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(log_weights), torch.cat(tails)
 
 
 def _entries(
-    logits_CV: Tensor, top_CK: Tensor, uniforms_CU: Tensor, sampling: Sampling
+    probabilities_CV: Tensor, top_CK: Tensor, uniforms_CU: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is kept of a few positions, whose most probable ``top_k`` ids are known."""
-    probabilities_CV = torch.softmax(logits_CV, dim=-1, dtype=torch.float32)
+    """What is kept of a few positions, whose most probable ``top_k`` ids are known; the probabilities are used up."""
     bad_C = 0.0 * probabilities_CV[:, 0]  # 0, or NaN
     kept_CK = probabilities_CV.gather(1, top_CK)
     rest_CV = probabilities_CV.scatter_(1, top_CK, 0.0) if sampling.top_k else probabilities_CV
@@ -142,7 +142,7 @@ def _entries(
         log_weights_CU = (log_weights_CU.float() + rest_CV.sum(1, keepdim=True).log()).half()
     ids_CM, log_weights_CM = torch.cat([top_CK, ids_CU], 1), torch.cat([kept_CK.log().half(), log_weights_CU], 1)
     log_weights_CM, order_CM = log_weights_CM.sort(dim=1, descending=True, stable=True)
-    slots = sampling.slots(logits_CV.shape[1])
+    slots = sampling.slots(probabilities_CV.shape[1])
     ids_CM = ids_CM.gather(1, order_CM).masked_fill_(log_weights_CM == -torch.inf, 0)
     return ids_CM[:, :slots].int(), log_weights_CM[:, :slots], bad_C
 

@@ -240,11 +240,13 @@ class Shard:
         Raises:
             DamageError: the row fails its checksum, or its bytes can't be decoded.
         """
-        if self._token_offsets[row + 1] - self._token_offsets[row] == self.facts.seq_len:
-            ranges, tail_mass_S[:] = self._checked(row)
-            self.codec.decode(self._state, ranges, ids_SK, logprobs_SK)
+        mask_S = self.mask_S(row)
+        captured = np.flatnonzero(mask_S)
+        run = slice(captured[0], captured[-1] + 1) if len(captured) else slice(0)
+        if run.stop - (run.start or 0) == len(captured):  # one run, as in text without padding or turns: no copies
+            ranges, tail_mass_S[run] = self._checked(row)
+            self.codec.decode(self._state, ranges, ids_SK[run], logprobs_SK[run])
         else:
-            mask_S = self.mask_S(row)
             ids_SK[mask_S], logprobs_SK[mask_S], tail_mass_S[mask_S] = self.read_entries(row)
 
     def read_entries(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.float32]]:
