@@ -1,6 +1,12 @@
 import json
+import os
 import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +32,13 @@ def test_the_last_line_has_every_figure(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods measured in this process: starting four takes a minute on a busy machine."""
-    monkeypatch.setattr(methods, "_in_a_process", methods.measure)
+
+    def measured(
+        name: str, group: list[str], steps: int, device: torch.device, notes: list[str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((method, methods.measure(name, method, steps, device)) for method in group)
+
+    monkeypatch.setattr(methods, "_in_processes", measured)
 
 
 def test_methods_differ_in_memory_and_work_and_not_in_what_they_learn(here: None) -> None:
@@ -44,14 +56,38 @@ def test_methods_differ_in_memory_and_work_and_not_in_what_they_learn(here: None
     assert rows["online"]["loss_impl"] == rows["fused"]["loss_impl"] == "fused"
 
 
-def test_a_method_that_can_not_run_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, method: str, steps: int, device: torch.device) -> dict[str, object]:
-        raise UserError("one row of this data doesn't fit.")
+def test_processes_take_turns_and_do_not_wait_for_those_that_left() -> None:
+    """Threads stand for the processes: three of them, and the second fails at its third step."""
+    turns = methods.Turns(3, get_context("spawn"))
+    order: list[int] = []
 
-    monkeypatch.setattr(methods, "_in_a_process", refuse)
-    out = methods.run(Options(CPU, quick=True, only=("dense",)))
+    def work(index: int) -> None:
+        for step in range(4):
+            turns.wait(index)
+            order.append(index)
+            if index == 1 and step == 2:
+                break
+        turns.leave(index)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3), timeout=60))
+    assert order == [0, 1, 2] * 3 + [0, 2]
+
+
+def _refuse(name: str, method: str, steps: int, device: torch.device) -> dict[str, object]:
+    if method == "dense":
+        raise UserError("one row of this data doesn't fit.")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.slow
+def test_a_method_that_can_not_run_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "measure", _refuse)
+    out = methods.run(Options(CPU, quick=True, only=("dense", "fused")))
     assert out.summary == {}
     assert "dense: one row of this data doesn't fit." in out.notes
+    assert "fused: its process was killed, most often because memory ran out." in out.notes
 
 
 def test_the_published_shapes_are_those_of_the_table() -> None:
