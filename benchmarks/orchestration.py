@@ -22,11 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from alambique.core.errors import UserError
 from alambique.core.places import assets_dir
 from benchmarks.cases import Options, Outcome
 from benchmarks.records import ROOT
-from pipeline.jobs import command
+from pipeline.jobs import KEEP_PAGES, command
+from pipeline.run import GPU_STAGES
 from tests.tiny_checkout import Checkout
 
 _PAIRS = 20  # source: the acceptance line
@@ -49,7 +52,7 @@ def run(options: Options) -> Outcome:
             _fill(place, options.quick)
         jobs, whole = _orchestrated(first)
         shutil.copy(first.root / "dvc.lock", second.root)  # a report reads what DVC knows of its chain
-        bare = {stage: _timed(second, command(words[0], words[1:])) for stage, words, _ in jobs}
+        bare = {stage: _bare(second, words) for stage, words, _ in jobs}
         many = Checkout(Path(folder) / "many")
         many.build_pairs(_PAIRS)
         idle = [_timed(many, ["dvc", "repro"]).wall_s for _ in range(options.repeats)]
@@ -108,6 +111,15 @@ def _orchestrated(place: Checkout) -> tuple[list[tuple[str, list[str], float]], 
     whole = Spent(time.monotonic() - began, _cpu_s() - before)
     marks.append(time.monotonic())
     return [(stage, job, marks[n + 1] - marks[n]) for n, (stage, job) in enumerate(words)], whole
+
+
+def _bare(place: Checkout, words: list[str]) -> Spent:
+    """A job alone, with the allocator's settings that the pipeline would give it: they are no cost of orchestration."""
+    if words[0] in GPU_STAGES and not torch.cuda.is_available():
+        place.env["GLIBC_TUNABLES"] = KEEP_PAGES
+    else:
+        place.env.pop("GLIBC_TUNABLES", None)
+    return _timed(place, command(words[0], words[1:]))
 
 
 def _timed(place: Checkout, words: list[str]) -> Spent:

@@ -75,7 +75,7 @@ def classify(returncode: int, stderr_tail: str) -> Outcome:
 
 # Without a GPU a step's tensors come from malloc, which by default gives large ones back at once and maps fresh pages
 # for the next: 2.1 to 2.6 s for a training step of the embedded pair against 1.7 to 1.9 s (docs/log.md).
-_KEEP_PAGES = ":".join(
+KEEP_PAGES = ":".join(
     f"glibc.malloc.{setting}"
     for setting in ("hugetlb=1", "mmap_max=0", f"trim_threshold={1 << 40}", "top_pad=67108864")
 )
@@ -252,7 +252,7 @@ class Job:
         if self._gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._held)
         else:
-            env.setdefault("GLIBC_TUNABLES", _KEEP_PAGES)
+            env.setdefault("GLIBC_TUNABLES", KEEP_PAGES)
         self.outcome = None
         self.attempts += 1
         self._relay = Relay()

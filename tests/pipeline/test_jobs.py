@@ -150,7 +150,7 @@ def test_without_a_gpu_a_job_keeps_its_pages(here: Any, monkeypatch: pytest.Monk
             found = Path(f"/proc/{job._process.pid}/environ").read_bytes()
         return found.replace(b"\0", b":").decode()  # glibc ends each setting with a zero of its own when it reads them
 
-    assert f"GLIBC_TUNABLES={jobs._KEEP_PAGES}:" in environment()
+    assert f"GLIBC_TUNABLES={jobs.KEEP_PAGES}:" in environment()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert "GLIBC_TUNABLES" not in environment()
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
