@@ -9,11 +9,13 @@ decides what runs.
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -107,6 +109,7 @@ def _run_recorded(job: Job, parts: Sequence[Job]) -> Outcome:
         server.enter_context(local_server(port))
         atexit.register(server.close)  # after Prefect's threads have sent their last logs and events
     with processes.interrupts_deferred():  # an import that is cut short raises whatever it likes
+        _import_behind("prefect.flows")
         import httpx
         import prefect.flows  # noqa: F401
         from prefect.exceptions import PrefectException
@@ -122,6 +125,19 @@ def _run_recorded(job: Job, parts: Sequence[Job]) -> Outcome:
     for part in parts if job.outcome is None else ():
         _ = part.outcome or part.wait()
     return _in_vain(parts) or job.outcome or job.wait()
+
+
+def _import_behind(module: str) -> None:
+    """Import in a thread that steps back; the caller's own import says what is wrong, if anything is."""
+
+    def behind() -> None:
+        processes.step_back()
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+    thread = threading.Thread(target=behind, name=f"import {module}")
+    thread.start()
+    thread.join()
 
 
 def _flow(job: Job, parts: Sequence[Job]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from pipeline import tracking
+from pipeline import processes, tracking
 from pipeline.jobs import Job, Outcome, Status
 
 _LOOK_SECONDS = 3.0  # assumption: fresh enough to watch, rare enough to cost nothing
@@ -149,6 +149,7 @@ class Curves(threading.Thread):
 
     def run(self) -> None:
         """Make the run and log until :meth:`finish`; stop at the first failure and keep it in ``error``."""
+        processes.step_back()
         failures = tracking.failures()
         try:
             live = tracking.LiveRun(self._stage, self._key)

@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_BEHIND = 10  # assumption: a tenth of a job's weight, where it competes with one
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # DVC passes its own SIGTERM on, so one stop arrives twice within about 25 ms; a person's second ^C takes longer.
 _SECOND_STOP_SECONDS = 3.0  # assumption
@@ -41,6 +41,19 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def step_back() -> None:
+    """Let others go first, a job above all: this thread, and where Linux schedules by session this session.
+
+    A product on all cores waits for its slowest thread, so that a second of another process on one core costs a second.
+    What this thread starts without a session of its own stays behind too.
+    """
+    if sys.platform == "linux":  # elsewhere the whole process would step back for good, and its jobs with it
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _BEHIND)  # of the calling thread
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(f"{_BEHIND}")  # sched(7)
+
+
 def start(
     command: Sequence[str],
     stop_signal: signal.Signals = signal.SIGTERM,
@@ -48,11 +61,20 @@ def start(
     pass_fds: Iterable[int] = (),
     stdout: int | None = None,
     stderr: int | None = None,
+    behind: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own (no ^C from the terminal); it gets ``stop_signal`` if we die.
 
+    With ``behind`` it steps back (:func:`step_back`).
+
     Call from the main thread: the kernel watches the thread that started the child.
     """
+
+    def prepare() -> None:
+        die_with_parent(stop_signal)
+        if behind:
+            step_back()
+
     return subprocess.Popen(
         list(command),
         env=env,
@@ -60,7 +82,7 @@ def start(
         pass_fds=tuple(pass_fds),
         stdout=stdout,
         stderr=stderr,
-        preexec_fn=partial(die_with_parent, stop_signal),
+        preexec_fn=prepare,
     )
 
 

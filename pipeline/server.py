@@ -85,6 +85,7 @@ def local_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
         env=env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        behind=True,
     )
     try:
         yield server
