@@ -49,7 +49,7 @@ def step_back() -> None:
     """
     if sys.platform == "linux":  # elsewhere the whole process would step back for good, and its jobs with it
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, _BEHIND)  # of the calling thread
+            os.setpriority(os.PRIO_PROCESS, 0, max(_BEHIND, os.getpriority(os.PRIO_PROCESS, 0)))  # of this thread
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(f"{_BEHIND}")  # sched(7)
 

@@ -1,6 +1,8 @@
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -80,3 +82,32 @@ def alive(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+PRIORITY = """
+import os, pathlib
+group = pathlib.Path("/proc/self/autogroup")
+print(os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split()[-1] if group.exists() else "none", flush=True)
+"""
+
+
+def priority(behind: bool) -> list[str]:
+    child = processes.start([sys.executable, "-c", PRIORITY], stdout=subprocess.PIPE, behind=behind)
+    assert child.stdout is not None
+    with child.stdout:
+        words: list[str] = child.stdout.read().decode().split()
+    child.wait()
+    return words
+
+
+def test_what_runs_behind_does_so_and_a_job_that_its_starter_begins_does_not() -> None:
+    """Nice values of a thread and, where the kernel schedules by session, of its session."""
+    before = priority(behind=False)
+    thread_nice, session_nice = priority(behind=True)
+    assert int(thread_nice) == max(int(before[0]), 10)
+    if before[1] != "none" and os.geteuid() == 0:  # the kernel lets others write it once in 100 ms
+        assert session_nice == "10"
+    thread = threading.Thread(target=os.setpriority, args=(os.PRIO_PROCESS, 0, 19))
+    thread.start()  # as a thread that imports Prefect steps back
+    thread.join()
+    assert priority(behind=False) == before
