@@ -26,6 +26,7 @@ from alambique.core.places import main_checkout
 
 PAIRS, JOBS = "pairs", "jobs"
 UI_ADDRESS = "http://127.0.0.1:5000"  # where `make ui` serves
+_TRAINING = "workflowType=machine_learning"  # else a page opens for generative AI
 FINGERPRINT_TAG = "fingerprint"
 # A view that MLflow's pages open by its key: what "Share view" stores (read from the page's source, 3.17.2).
 _VIEW, _VIEW_TAG = "figures", "mlflow.sharedViewState.figures"
@@ -303,14 +304,13 @@ def table_link() -> str | None:
         experiment = client.get_experiment_by_name(PAIRS)
     if experiment is None or _VIEW_TAG not in experiment.tags:
         return None
-    query = f"workflowType=machine_learning&viewStateShareKey={_VIEW}"  # else the pages open for generative AI
-    return f"{UI_ADDRESS}/#/experiments/{experiment.experiment_id}/runs?{query}"
+    return f"{UI_ADDRESS}/#/experiments/{experiment.experiment_id}/runs?{_TRAINING}&viewStateShareKey={_VIEW}"
 
 
 def run_link(run_id: str) -> str:
     """Address of one run's page while `make ui` runs."""
     experiment_id = _experiment_of(run_id)
-    return f"{UI_ADDRESS}/#/experiments/{experiment_id}/runs/{run_id}"
+    return f"{UI_ADDRESS}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING}"
 
 
 def compare_link(run_ids: Sequence[str]) -> str:

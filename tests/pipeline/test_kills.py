@@ -155,20 +155,35 @@ class Watched:
             time.sleep(LOOK_SECONDS)
 
     def look_for_locks(self) -> None:
-        """Slots, stage locks and the checkout's own lock must be free."""
+        """Slots, stage locks and the checkout's own lock must be free.
+
+        Within a second: the kernel takes a killed process's memory, and with it the mark, before it closes its files.
+        """
         root = self.checkout.root
         for path in [*root.glob(".work/slots/*"), *root.glob(".work/locks/*"), root / ".dvc"]:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            end = time.monotonic() + 1.0
+            while held := is_held(path):
+                if time.monotonic() > end:
+                    break
+                time.sleep(LOOK_SECONDS)
+            if held:
                 self.problem(f"{path} is still held")
-            finally:
-                os.close(descriptor)
 
     def problem(self, sentence: str) -> None:
         say(f"PROBLEM: {sentence}")
         self.problems.append(f"run {self.runs}: {sentence}")
+
+
+def is_held(path: Path) -> bool:
+    """Whether another process has locked a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def role_of(words: list[str]) -> tuple[str, str]:

@@ -155,7 +155,7 @@ def test_one_complete_row_per_pair_and_fingerprint(mlflow_database: Path, checko
     assert experiment.artifact_location == (checkout / "mlruns" / "pairs").as_uri()
     assert (checkout / "mlruns" / "pairs" / run_id / "artifacts" / "params.yaml").is_file()
     page = f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}"
-    assert tracking.run_link(run_id) == f"{page}/runs/{run_id}"
+    assert tracking.run_link(run_id) == f"{page}/runs/{run_id}?workflowType=machine_learning"
     assert tracking.compare_link([run_id, other]) == (
         "http://127.0.0.1:5000/#/compare-runs?"
         f"runs=%5B%22{run_id}%22%2C%22{other}%22%5D&experiments=%5B%22{experiment.experiment_id}%22%5D"
