@@ -37,7 +37,8 @@ class HiddenConfig(Config):
     """
 
     map: Literal["auto"] | tuple[tuple[_Layer, _Layer], ...] = "auto"  # source: PKD-Skip, arXiv 1908.09355 §3.2
-    # assumption, 1 % less held-out KL on the embedded pair (docs/log.md); the paper searches β from 10 to 1,000 over means of 768 dimensions
+    # assumption; 1 % less held-out KL on the embedded pair (docs/log.md). The paper searches β from 10 to 1,000 over
+    # means of 768 dimensions
     weight: float = Field(1.0, gt=0)
     distance: Distance = "normalised"  # source: eq. 7 there; mse is TinyBERT's (arXiv 1909.10351, eq. 8)
 
