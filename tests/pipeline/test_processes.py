@@ -103,10 +103,13 @@ def priority(behind: bool) -> list[str]:
 def test_what_runs_behind_does_so_and_a_job_that_its_starter_begins_does_not() -> None:
     """Nice values of a thread and, where the kernel schedules by session, of its session."""
     before = priority(behind=False)
-    thread_nice, session_nice = priority(behind=True)
+    for _ in range(5):
+        thread_nice, session_nice = priority(behind=True)
+        if session_nice in ("none", "10"):
+            break
+        time.sleep(0.2)  # who isn't root may write it once in 100 ms, on the whole machine
     assert int(thread_nice) == max(int(before[0]), 10)
-    if before[1] != "none" and os.geteuid() == 0:  # the kernel lets others write it once in 100 ms
-        assert session_nice == "10"
+    assert session_nice == ("none" if before[1] == "none" else "10")
     thread = threading.Thread(target=os.setpriority, args=(os.PRIO_PROCESS, 0, 19))
     thread.start()  # as a thread that imports Prefect steps back
     thread.join()
