@@ -43,7 +43,7 @@ def run(options: Options) -> Outcome:
     with tempfile.TemporaryDirectory() as folder, _Largest(teacher) as largest:
         _capture(rows, teacher, config, Path(folder), options.device)
     largest_mib, peak = largest.num_bytes / 2**20, peak_mib(options.device)
-    drawing = config.model_copy(update={"keep": "top_k_and_draws", "top_k": min(_DRAWN_TOP_K, TOP_K), "draws": _DRAWS})
+    drawing = config.model_copy(update={"keep": "top_k_and_draws", "top_k": _DRAWN_TOP_K, "draws": _DRAWS})
     with tempfile.TemporaryDirectory() as folder:
         seconds = interleaved(
             {

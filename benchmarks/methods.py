@@ -53,8 +53,7 @@ def run(options: Options) -> Outcome:
     steps = _QUICK_STEPS if options.quick else _RANDOM_STEPS if name in pairs.RANDOM else _STEPS
     pairs.open_pair(name, options.device)  # refuse what is missing before anything runs
     methods = options.keep(METHODS)
-    together = methods if options.device.type == "cpu" else ()
-    for group in [together] if together else [[method] for method in methods]:
+    for group in [methods] if options.device.type == "cpu" else [[method] for method in methods]:
         for method, row in _in_processes(name, group, steps, options.device, out.notes):
             row["loss_peak_gib"] = {str(tokens): _loss_gib(method, tokens, options.quick) for tokens in LOSS_TOKENS}
             out.rows.append(row)

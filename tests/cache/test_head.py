@@ -140,5 +140,7 @@ def test_two_step_selection_finds_the_same_logits(vocab: int, dtype: torch.dtype
 def test_two_step_selection_keeps_nan(dtype: torch.dtype) -> None:
     logits = torch.randn(2, 12 * 64 * 4).to(dtype)
     logits[0, 77] = float("nan")
-    sums = in_two_steps(logits)[2]
+    ids, _, sums = in_two_steps(logits)
+    if dtype == torch.float32:  # among integers it may be first or last, by its sign
+        assert ids[0, 0] == 77
     assert sums.isnan().flatten().tolist() == [True, False]

@@ -242,8 +242,9 @@ class Shard:
         """
         mask_S = self.mask_S(row)
         captured = np.flatnonzero(mask_S)
-        run = slice(captured[0], captured[-1] + 1) if len(captured) else slice(0)
-        if run.stop - (run.start or 0) == len(captured):  # one run, as in text without padding or turns: no copies
+        start, stop = (captured[0], captured[-1] + 1) if len(captured) else (0, 0)
+        if stop - start == len(captured):  # one run, as in text without padding or turns: no copies
+            run = slice(start, stop)
             ranges, tail_mass_S[run] = self._checked(row)
             self.codec.decode(self._state, ranges, ids_SK[run], logprobs_SK[run])
         else:
