@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from alambique.core.errors import UserError
 from pipeline import jobs, processes
+from pipeline.job import leave
 from pipeline.jobs import Job, Outcome, Status
 from pipeline.observer import Observer
 from pipeline.parts import cut
@@ -232,4 +233,7 @@ def _wait_for_slot(job: Job, logger: logging.Logger) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = 1  # what Python gives an exception that nobody caught
+    # First in, last out: after Prefect's threads have sent what they hold. Taking MLflow apart would take a second.
+    atexit.register(lambda: leave(status))
+    status = main(sys.argv[1:])

@@ -1,6 +1,5 @@
 """The last screen of `make repro`: what came out, where it lies, what to try next. `python -m pipeline.last_screen`."""
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from alambique.core.params import Params
 from alambique.pages import write_index
 from alambique.report import cost_rows, quality_rows
 from pipeline import tracking
+from pipeline.rows import Row, compare_address
 
 _COMPARED = 8  # assumption: more columns than this nobody compares; the table lets one choose
 
@@ -25,17 +25,16 @@ def show(results: Path = Path("results"), console: Console | None = None) -> Non
     params = Params.load()
     pairs = params.keys("pairs")
     reports = [path for pair in pairs if (path := results / "report" / f"{pair}.json").is_file()]
-    run_ids = [_show_pair(console, json.loads(path.read_text()), path.with_suffix(".html")) for path in reports]
+    rows = [_show_pair(console, json.loads(path.read_text()), path.with_suffix(".html")) for path in reports]
     if reports:
         _print(console, "all pairs", [str(write_index(results / "report"))])
-        with contextlib.suppress(*tracking.failures()):
-            _print(console, "MLflow", _links([run_id for run_id in run_ids if run_id is not None]))
+        _print(console, "MLflow", _links([row for row in rows if row is not None]))
         _print(console, "try next", _ideas(pairs, params))
     else:
         console.print("No pair has a report yet: `make repro` without T= makes them all.")
 
 
-def _show_pair(console: Console, summary: dict[str, Any], page: Path) -> str | None:
+def _show_pair(console: Console, summary: dict[str, Any], page: Path) -> Row | None:
     """Print one pair; its row in MLflow, if there is one."""
     console.print()
     console.print(_table(summary))
@@ -47,22 +46,20 @@ def _show_pair(console: Console, summary: dict[str, Any], page: Path) -> str | N
     ]
     for label, text in lines:
         _print(console, label, text)
-    with contextlib.suppress(*tracking.failures()):  # a broken store must not hide the result
-        return tracking.find_pair(summary["pair"], summary["fingerprint"])
-    return None
+    return tracking.find_pair(summary["pair"], summary["fingerprint"])
 
 
-def _links(run_ids: list[str]) -> Iterator[str]:
+def _links(rows: list[Row]) -> Iterator[str]:
     """Pages of MLflow: the table of pairs, one row, or some compared."""
-    if not run_ids:
+    if not rows:
         return
     yield "`make ui`, then"
-    if (table := tracking.table_link()) is not None:
+    if (table := rows[0].table_address()) is not None:
         yield table
-    if len(run_ids) == 1:
-        yield tracking.run_link(run_ids[0])
-    elif len(run_ids) <= _COMPARED:
-        yield tracking.compare_link(run_ids)
+    if len(rows) == 1:
+        yield rows[0].address()
+    elif len(rows) <= _COMPARED:
+        yield compare_address(rows)
 
 
 def _table(summary: dict[str, Any]) -> Table:

@@ -31,12 +31,15 @@ class Observer:
         self._job, self._logger = job, logger
         self._next_look = time.monotonic() + _LOOK_SECONDS
         self._artifact: UUID | None = None
-        self._curves: Curves | None = None
+        # Importing MLflow takes two seconds of a core, which a job that is starting leaves free.
+        self._curves = Curves(job.stage, job.key) if job.stage in _CURVE_STAGES else None
         self._points: list[dict[str, Any]] = []  # not yet given to the curves
         self._began = time.monotonic()
         self._muted: set[str] = set()
 
     def __enter__(self) -> "Observer":
+        if self._curves is not None:
+            self._curves.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -66,11 +69,8 @@ class Observer:
         self._feed_curves()
 
     def _feed_curves(self) -> None:
-        if self._job.stage not in _CURVE_STAGES or time.monotonic() - self._began < _CURVE_AFTER_SECONDS:
+        if self._curves is None or time.monotonic() - self._began < _CURVE_AFTER_SECONDS:
             return
-        if self._curves is None:
-            self._curves = Curves(self._job.stage, self._job.key)
-            self._curves.start()
         if self._points:
             self._curves.add(self._points)
             self._points = []
@@ -135,26 +135,32 @@ class Curves(threading.Thread):
         super().__init__(name="curves to MLflow", daemon=True)
         self._stage, self._key = stage, key
         self._points: queue.SimpleQueue[list[dict[str, Any]] | str] = queue.SimpleQueue()
+        self._used = False
         self.error: Exception | None = None
 
     def add(self, points: list[dict[str, Any]]) -> None:
         """Log these records soon."""
+        self._used = True
         self._points.put(points)
 
     def finish(self, status: str) -> None:
-        """Log what is left and end the run as ``status``; gives up after 20 seconds."""
-        if self.is_alive():
-            self._points.put(status)
+        """Log what is left and end the run as ``status``, if there was anything to log; gives up after 20 seconds."""
+        self._points.put(status)
+        if self._used:
             self.join(_FINISH_SECONDS)
 
     def run(self) -> None:
-        """Make the run and log until :meth:`finish`; stop at the first failure and keep it in ``error``."""
+        """Make the run once there is something to log, until :meth:`finish`; keep the first failure in ``error``."""
         processes.step_back()
+        tracking.load()
         failures = tracking.failures()
+        if isinstance(item := self._points.get(), str):
+            return
         try:
             live = tracking.LiveRun(self._stage, self._key)
-            while not isinstance(item := self._points.get(), str):
+            while not isinstance(item, str):
                 live.log(item)
+                item = self._points.get()
             live.finish(item)
         except failures as error:
             self.error = error

@@ -101,7 +101,7 @@ def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Pa
     ]
     files = [file for path in files for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
     metrics = mlflow_metrics(summary)
-    run_id = tracking.record_pair(
+    row = tracking.record_pair(
         pair,
         summary["fingerprint"],
         config.flat,
@@ -114,7 +114,7 @@ def _record(pair: str, config: Settings, summary: dict[str, Any], files: list[Pa
     lineage = {f"{who}_model": " ".join(model.values()) for who, model in summary["models"].items()}
     lineage |= {"teacher": config.teacher, "fingerprint": summary["fingerprint"]}
     lineage["dvc_md5"] = hashes[f"artifacts/distill/{pair}"]
-    tracking.register_student(pair, run_id, lineage)
+    tracking.register_student(pair, row.run_id, lineage)
 
 
 if __name__ == "__main__":

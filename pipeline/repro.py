@@ -1,8 +1,8 @@
 """`make repro`: check what can be checked, run `dvc repro` with one Prefect server beside it, show what came out.
 
 `python -m pipeline.repro [TARGET or dvc option...]` passes its words on to DVC; with `-S section.name=value` among them
-they go to `dvc exp run`, and params.yaml is changed for an experiment. The server starts when the first GPU
-stage asks for it, so a run in which nothing changed doesn't pay for one.
+they go to `dvc exp run`, and params.yaml is changed for an experiment. The server starts when params.yaml is checked or
+a stage asks for it, so a run in which nothing changed doesn't pay for one.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from alambique.core.places import forget_shipped, work_dir
 from pipeline import jobs, processes, run, server
 
 EXIT_USER_ERROR = 2
-_SERVERS = 3  # Prefect servers of one run, one after the other. Assumption: what ends more often can't be helped
 
 
 def main(words: list[str]) -> int:
@@ -33,11 +32,11 @@ def main(words: list[str]) -> int:
             processes.die_with_parent(signal.SIGTERM)
         require_checkout(Path.cwd())
         require_environment()
-        with only_repro():
+        with only_repro(), server.Service() as prefect:
             mend_rwlock(Path(".dvc/tmp/rwlock"))
             mend_lock(Path("dvc.lock"))
-            check_params_once()
-            status = run_dvc(words)
+            check_params_once(prefect)
+            status = run_dvc(words, prefect)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -116,17 +115,19 @@ def mend_lock(path: Path) -> None:
         print(f"removed {path}, which a killed DVC left half-written; its run cache knows the stages", file=sys.stderr)
 
 
-def check_params_once() -> None:
+def check_params_once(prefect: server.Service) -> None:
     """Validate params.yaml, unless it and the code are those of the last check that passed.
 
     The check imports every stage, torch included: seconds that a run in which nothing changed shouldn't pay. It is not
-    the last word while a model's shapes are unknown, on a fresh machine, so that the next run looks again.
+    the last word while a model's shapes are unknown, on a fresh machine, so that the next run looks again. Where there
+    is something to check there will be something to run: ``prefect`` starts beside it, on another core.
     """
     files = [Path("params.yaml"), Path("dvc.yaml"), *Path("src").rglob("*.py"), *Path("pipeline").glob("*.py")]
     state = sha256_json({str(path): sha256_file(path) for path in sorted(files) if path.is_file()})
     stamp = work_dir() / "params-checked"
     if stamp.is_file() and stamp.read_text() == state:
         return
+    prefect.start()
     check = importlib.import_module("pipeline.check")
     check.check_params()
     if not check.check_fit():
@@ -135,31 +136,23 @@ def check_params_once() -> None:
     stamp.write_text(state)
 
 
-def run_dvc(words: list[str]) -> int:
-    """Run `dvc repro`, start a Prefect server when a stage wants one, stop it at the end, however that comes."""
+def run_dvc(words: list[str], prefect: server.Service) -> int:
+    """Run `dvc repro` to its end, however that comes; start ``prefect`` when a stage wants it."""
     processes.adopt_orphans()
     env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
-    server.set_defaults()
     wanted = Path(".dvc/tmp/alambique-server-wanted").resolve()  # only one `make repro` works here
     wanted.unlink(missing_ok=True)
-    with contextlib.ExitStack() as services:
-        servers: list[subprocess.Popen[bytes]] = []
-        port = None
-        if server.API_URL not in env:
-            port = services.enter_context(server.reserved_port(server.PORT))
-            env |= {server.API_URL: server.url_of(port), run.SERVER_WANTED: str(wanted)}
-        dvc = _start_dvc(words, env)
-        while dvc.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                dvc.wait(0.2)
-            ended = all(each.poll() is not None for each in servers)
-            if port is not None and wanted.exists() and ended and len(servers) < _SERVERS:
-                servers.append(services.enter_context(server.local_server(port)))
-                again = " again" if len(servers) > 1 else ""
-                print(f"Prefect shows the jobs at http://127.0.0.1:{port}{again} while this runs", flush=True)
-        # A killed DVC leaves its stage saving a checkpoint, and its flow telling the server: wait for them.
-        grace = jobs.Limits.from_env().stop_seconds + run.REPORT_SECONDS
-        processes.stop_children(grace, [each.pid for each in servers])
+    env |= prefect.env()
+    dvc = _start_dvc(words, env | {run.SERVER_WANTED: str(wanted)})
+    while dvc.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            dvc.wait(0.2)
+        if wanted.exists():
+            prefect.start()
+            prefect.announce()
+    # A killed DVC leaves its stage saving a checkpoint, and its flow telling the server: wait for them.
+    grace = jobs.Limits.from_env().stop_seconds + run.REPORT_SECONDS
+    processes.stop_children(grace, prefect.pids())
     wanted.unlink(missing_ok=True)
     code = int(dvc.returncode)
     return code if code >= 0 else 128 - code

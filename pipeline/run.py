@@ -19,7 +19,8 @@ GPU_STAGES = ("teacher", "distill", "evaluate")
 CPU_STAGES = ("prepare", "student", "report")
 STAGES = (*GPU_STAGES, *CPU_STAGES)
 EXIT_USER_ERROR = 2
-# A file that `make repro` watches for: the first GPU stage makes it, and one Prefect server starts for the whole run.
+# A file that `make repro` watches for: a GPU stage makes it, or one before those, and one Prefect server starts for the
+# whole run. A report alone needs none.
 SERVER_WANTED = "ALAMBIQUE_SERVER_WANTED"
 # Time that a flow has to tell Prefect, after its job's own time to stop (pipeline.jobs).
 REPORT_SECONDS = 15.0  # assumption
@@ -54,9 +55,10 @@ def main(argv: list[str]) -> int:
     stage, *key = argv
     try:
         grace = jobs.Limits.from_env().stop_seconds
+        wanted = os.environ.get(SERVER_WANTED)
+        if wanted and stage != "report":
+            os.close(os.open(wanted, os.O_CREAT | os.O_WRONLY))
         if stage in GPU_STAGES:
-            if wanted := os.environ.get(SERVER_WANTED):
-                os.close(os.open(wanted, os.O_CREAT | os.O_WRONLY))
             command = [sys.executable, "-m", "pipeline.flow", *argv]
             return processes.supervise(command, signal.SIGINT, grace, REPORT_SECONDS)
         with jobs.stage_lock(stage, key) as lock:

@@ -19,6 +19,7 @@ API_URL = "PREFECT_API_URL"
 PORT = 4200  # Prefect's own default, which its pages expect
 _READY_SECONDS = 120.0  # assumption: a first start makes a database, 15 s on two idle cores
 _STOP_SECONDS = 5.0  # assumption
+_SERVERS = 3  # of one run. Assumption: what ends more often can't be helped
 _DEFAULTS = {
     "DO_NOT_TRACK": "true",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -91,6 +92,49 @@ def local_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
         yield server
     finally:
         processes.stop(server, _STOP_SECONDS)
+
+
+class Service:
+    """The Prefect server of one `make repro`: its port is known from the first, the server starts when it is wanted.
+
+    None where PREFECT_API_URL names one already. Use it in a ``with`` block, at whose end the server stops.
+    """
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._servers: list[subprocess.Popen[bytes]] = []  # one after the other, where one ended early
+        self._announced = 0
+        self._port: int | None = None
+
+    def __enter__(self) -> "Service":
+        if API_URL not in os.environ:
+            self._port = self._stack.enter_context(reserved_port(PORT))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def env(self) -> dict[str, str]:
+        """What stages need to find the server, before it runs too."""
+        return {} if self._port is None else {API_URL: url_of(self._port)}
+
+    def pids(self) -> list[int]:
+        """Its processes, ended ones included."""
+        return [server.pid for server in self._servers]
+
+    def start(self) -> None:
+        """Start a server unless one runs; what has ended three times is let be."""
+        ended = all(server.poll() is not None for server in self._servers)
+        if self._port is not None and ended and len(self._servers) < _SERVERS:
+            set_defaults()
+            self._servers.append(self._stack.enter_context(local_server(self._port)))
+
+    def announce(self) -> None:
+        """Say once for each server where its pages are."""
+        if self._announced < len(self._servers):
+            again = " again" if self._announced else ""
+            print(f"Prefect shows the jobs at http://127.0.0.1:{self._port}{again} while this runs", flush=True)
+            self._announced = len(self._servers)
 
 
 def wait_until_ready(url: str) -> None:

@@ -6,6 +6,7 @@ MLflow is imported when first used (two seconds). The store is ``mlflow.db`` in 
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import re
@@ -15,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from ruamel.yaml import YAML
 
@@ -23,13 +23,11 @@ from alambique.core.errors import UserError
 from alambique.core.files import sha256_json
 from alambique.core.params import Params
 from alambique.core.places import main_checkout
+from pipeline.rows import VIEW, Row, recall, remember
 
 PAIRS, JOBS = "pairs", "jobs"
-UI_ADDRESS = "http://127.0.0.1:5000"  # where `make ui` serves
-_TRAINING = "workflowType=machine_learning"  # else a page opens for generative AI
 FINGERPRINT_TAG = "fingerprint"
-# A view that MLflow's pages open by its key: what "Share view" stores (read from the page's source, 3.17.2).
-_VIEW, _VIEW_TAG = "figures", "mlflow.sharedViewState.figures"
+_VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 _PARAM_CHARACTERS = 6000  # mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
 _TAG_CHARACTERS = 8000  # mlflow.utils.validation.MAX_TAG_VAL_LENGTH
 _BATCH = 100  # mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH
@@ -68,6 +66,12 @@ def set_defaults() -> None:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # else it tells of each table it makes
+
+
+def load() -> None:
+    """Import of MLflow what this store will need: two seconds of a core, best spent where nobody waits for them."""
+    set_defaults()
+    importlib.import_module("mlflow" if _database() is None else "mlflow.store.tracking.sqlalchemy_store")
 
 
 def failures() -> tuple[type[Exception], ...]:
@@ -182,12 +186,12 @@ def record_pair(
     artifacts: Sequence[Path],
     datasets: Iterable[Dataset] = (),
     columns: Sequence[str] = (),
-) -> str:
-    """Write the one row of (``pair``, ``fingerprint``) in experiment *pairs*, or update it; return its run id.
+) -> Row:
+    """Write the one row of (``pair``, ``fingerprint``) in experiment *pairs*, or update it, and note where it is.
 
     ``params`` is flat, by dotted name; ``metrics`` are named ``teacher/…``, ``distill/…``, ``eval/…``. Tags for the
     pair, the fingerprint, Git and a DVC experiment are added here. A row left incomplete by a kill is completed.
-    ``columns`` names the metrics that :func:`table_link` shows, sorted by the first, least on top.
+    ``columns`` names the metrics that the experiment's table shows, sorted by the first, least on top.
     """
     all_tags = {"pair": pair, **git_state(), **tags}
     if experiment := os.environ.get("DVC_EXP_NAME"):
@@ -209,7 +213,14 @@ def record_pair(
         client.set_terminated(run.info.run_id)
         if columns:
             client.set_experiment_tag(experiment_id, _VIEW_TAG, _view(columns))
-    return str(run.info.run_id)
+        row = _row(client.get_experiment(experiment_id), run)
+    remember(pair, fingerprint, row)
+    return row
+
+
+def _row(experiment: Any, run: Any) -> Row:
+    view = _VIEW_TAG in experiment.tags
+    return Row(tracking_uri(), str(experiment.experiment_id), str(run.info.run_id), view)
 
 
 def _write(
@@ -278,17 +289,20 @@ def register_student(pair: str, run_id: str, tags: Mapping[str, str]) -> str | N
     return str(version.version)
 
 
-def find_pair(pair: str, fingerprint: str) -> str | None:
-    """Run id of the row of (``pair``, ``fingerprint``); None where the store has none, or isn't there."""
+def find_pair(pair: str, fingerprint: str) -> Row | None:
+    """The row of (``pair``, ``fingerprint``), as noted or as stored; None without one or a usable store."""
     if (database := _database()) is not None and not database.is_file():
         return None  # asking would make an empty one
-    with _store() as client:
-        experiment = client.get_experiment_by_name(PAIRS)
-        if experiment is None:
-            return None
-        query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
-        found = client.search_runs([experiment.experiment_id], query, max_results=1)
-    return str(found[0].info.run_id) if found else None
+    if (noted := recall(pair, fingerprint, tracking_uri())) is not None:
+        return noted
+    with contextlib.suppress(*failures()), _store() as client:
+        if (experiment := client.get_experiment_by_name(PAIRS)) is not None:
+            query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
+            if found := client.search_runs([experiment.experiment_id], query, max_results=1):
+                row = _row(experiment, found[0])
+                remember(pair, fingerprint, row)
+                return row
+    return None
 
 
 def _view(columns: Sequence[str]) -> str:
@@ -296,33 +310,6 @@ def _view(columns: Sequence[str]) -> str:
     widths = {key: 30 + 7 * len(name) for key, name in zip(keys, columns, strict=True)}  # pixels: names in full
     state = {"selectedColumns": keys, "columnOrder": keys, "columnWidths": widths}
     return json.dumps({**state, "orderByKey": keys[0], "orderByAsc": True})
-
-
-def table_link() -> str | None:
-    """Address of the table of pairs with its metrics while `make ui` runs; None without a row that brought columns."""
-    with _store() as client:
-        experiment = client.get_experiment_by_name(PAIRS)
-    if experiment is None or _VIEW_TAG not in experiment.tags:
-        return None
-    return f"{UI_ADDRESS}/#/experiments/{experiment.experiment_id}/runs?{_TRAINING}&viewStateShareKey={_VIEW}"
-
-
-def run_link(run_id: str) -> str:
-    """Address of one run's page while `make ui` runs."""
-    experiment_id = _experiment_of(run_id)
-    return f"{UI_ADDRESS}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING}"
-
-
-def compare_link(run_ids: Sequence[str]) -> str:
-    """Address of the page that compares runs of one experiment while `make ui` runs."""
-    experiment_id = _experiment_of(run_ids[0])
-    runs, experiments = (quote(json.dumps(ids, separators=(",", ":"))) for ids in (list(run_ids), [experiment_id]))
-    return f"{UI_ADDRESS}/#/compare-runs?runs={runs}&experiments={experiments}"
-
-
-def _experiment_of(run_id: str) -> str:
-    with _store() as client:
-        return str(client.get_run(run_id).info.experiment_id)
 
 
 class LiveRun:

@@ -16,6 +16,8 @@ import pytest
 
 from alambique.report import mlflow_metrics, summarise
 from pipeline import report, tracking
+from pipeline import rows as row_pages
+from pipeline.rows import Row, compare_address
 from tests.browser import CHROMIUM, Browser, browser
 from tests.tiny_results import BENCHMARKS, write_results
 
@@ -34,8 +36,8 @@ FACTORS = {"p": 1.0, "worse": 1.1, "better": 0.9}  # of p's figures; KL is the l
 
 
 @pytest.fixture
-def rows(mlflow_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Three pairs' rows in a store of their own; run ids by pair."""
+def rows(mlflow_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Row]:
+    """Three pairs' rows in a store of their own, by pair."""
     monkeypatch.chdir(tmp_path)
     for name in ("DVC_ROOT", "DVC_EXP_NAME", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
@@ -50,12 +52,12 @@ def rows(mlflow_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def served(rows: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def served(rows: dict[str, Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """MLflow's server, as `make ui` starts it, where the links lead to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    monkeypatch.setattr(tracking, "UI_ADDRESS", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(row_pages, "UI_ADDRESS", f"http://127.0.0.1:{port}")
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking.tracking_uri()]
     with (tmp_path / "output").open("w") as output:
         server = subprocess.Popen(
@@ -65,7 +67,7 @@ def served(rows: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         )  # fmt: skip
     try:
         end = time.monotonic() + 120
-        while not answers(tracking.UI_ADDRESS):
+        while not answers(row_pages.UI_ADDRESS):
             assert server.poll() is None, (tmp_path / "output").read_text()
             assert time.monotonic() < end, (tmp_path / "output").read_text()
             time.sleep(0.2)
@@ -119,9 +121,9 @@ def comparison(page: Browser) -> dict[str, list[float]]:
 
 
 def test_the_table_and_the_comparison_show_memory_speed_and_accuracy(
-    rows: dict[str, str], served: None, tmp_path: Path
+    rows: dict[str, Row], served: None, tmp_path: Path
 ) -> None:
-    link = tracking.table_link()
+    link = rows["p"].table_address()
     assert link is not None
     with browser(tmp_path / "profile") as page:
         page.look(4000, 1400)  # the grid draws only the columns that fit
@@ -138,7 +140,7 @@ def test_the_table_and_the_comparison_show_memory_speed_and_accuracy(
                 [0.9 * value, value, 1.1 * value]
             ), name
 
-        page.open(tracking.compare_link(list(rows.values())))
+        page.open(compare_address(list(rows.values())))
         page.text_with("Comparing 3 Runs", "eval/kl_nats")
         compared = comparison(page)
         for name, value in FIGURES.items():

@@ -9,6 +9,7 @@ from ruamel.yaml import YAML
 
 from alambique.report import summarise
 from pipeline import last_screen, tracking
+from pipeline.rows import compare_address
 from tests.tiny_results import BENCHMARKS, write_results
 
 
@@ -70,20 +71,20 @@ def test_it_is_readable_at_100_columns_without_a_terminal(checkout: Path, capsys
 
 def test_the_link_leads_to_the_row(checkout: Path) -> None:
     write_report(checkout)
-    run_id = tracking.record_pair("p", "f" * 16, {}, {"eval/kl_nats": 0.45}, {}, [])
-    assert tracking.run_link(run_id) in shown()
+    row = tracking.record_pair("p", "f" * 16, {}, {"eval/kl_nats": 0.45}, {}, [])
+    assert row.address() in shown()
 
 
 def test_two_pairs_have_a_link_to_their_comparison(checkout: Path) -> None:
     write_report(checkout)
     summary = json.loads(Path("results/report/p.json").read_text())
     Path("results/report/unfinished.json").write_text(json.dumps({**summary, "pair": "unfinished"}))
-    ids = [tracking.record_pair(pair, "f" * 16, {}, {"eval/kl_nats": 0.4}, {}, [], columns=["eval/kl_nats"])
-           for pair in ("p", "unfinished")]  # fmt: skip
+    rows = [tracking.record_pair(pair, "f" * 16, {}, {"eval/kl_nats": 0.4}, {}, [], columns=["eval/kl_nats"])
+            for pair in ("p", "unfinished")]  # fmt: skip
     text = shown()
-    assert str(tracking.table_link()) in text
-    assert tracking.compare_link(ids) in text
-    assert tracking.run_link(ids[0]) not in text
+    assert str(rows[1].table_address()) in text
+    assert compare_address(rows) in text
+    assert rows[0].address() not in text
 
 
 def test_a_broken_store_does_not_hide_the_result(checkout: Path) -> None:

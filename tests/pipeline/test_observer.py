@@ -1,13 +1,14 @@
 import logging
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline import observer
+from pipeline import observer, tracking
 from pipeline.jobs import Outcome, Status
-from pipeline.observer import Curves, Observer, flatten
+from pipeline.observer import Observer, flatten
 
 
 class TrainingJob:
@@ -69,11 +70,19 @@ def test_a_store_that_cannot_be_used_is_said_once(
 
 
 def test_short_jobs_do_not_wait_for_mlflow(watcher: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = threading.Event()  # which it isn't before the job's end
     monkeypatch.setattr(observer, "_CURVE_AFTER_SECONDS", 10.0)
-    monkeypatch.setattr(Curves, "start", lambda self: pytest.fail("MLflow was imported for a short job"))
+    monkeypatch.setattr(tracking, "load", imported.wait)
+    monkeypatch.setattr(tracking, "LiveRun", lambda *job: pytest.fail("a short job has a run in MLflow"))
     with watcher:
         watcher.look()
+        curves = watcher._curves
         watcher.finish(Outcome(Status.OK, 0, "finished"))
+    assert curves is not None
+    assert curves.is_alive()
+    imported.set()
+    curves.join(10)
+    assert not curves.is_alive()
 
 
 def test_flatten_keeps_leaves_by_dotted_name() -> None:

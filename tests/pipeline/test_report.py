@@ -70,19 +70,19 @@ def test_it_writes_the_page_the_plots_and_one_complete_row(checkout: Path) -> No
     html = Path("results/report/p.html").read_text()
     assert "0.450 <span" in html
     assert "distill.loss.tail: &#34;truncate&#34;" in html
-    run_id = tracking.find_pair("p", found["fingerprint"])
-    assert run_id is not None
+    row = tracking.find_pair("p", found["fingerprint"])
+    assert row is not None
     assert tracking.find_pair("p", "another") is None
     database = sqlite3.connect("mlflow.db")
-    metrics = dict(database.execute("select key, value from latest_metrics where run_uuid = ?", [run_id]))
+    metrics = dict(database.execute("select key, value from latest_metrics where run_uuid = ?", [row.run_id]))
     assert metrics["eval/kl_nats"] == 0.45
     assert metrics["teacher/peak_mib"] == 2100.5
-    logged = dict(database.execute("select key, value from params where run_uuid = ?", [run_id]))
+    logged = dict(database.execute("select key, value from params where run_uuid = ?", [row.run_id]))
     assert logged["distill.loss.tail"] == "truncate"
-    tags = dict(database.execute("select key, value from tags where run_uuid = ?", [run_id]))
+    tags = dict(database.execute("select key, value from tags where run_uuid = ?", [row.run_id]))
     assert tags["dvc:artifacts/distill/p"] == "md5 of artifacts/distill/p"
     version = database.execute("select version, source, run_id from model_versions where name = 'p'").fetchall()
-    assert version == [(1, (checkout / "artifacts/distill/p").as_uri(), run_id)]
+    assert version == [(1, (checkout / "artifacts/distill/p").as_uri(), row.run_id)]
     lineage = dict(database.execute("select key, value from model_version_tags where name = 'p'"))
     assert lineage["dvc_md5"] == "md5 of artifacts/distill/p"
     assert lineage["fingerprint"] == found["fingerprint"]

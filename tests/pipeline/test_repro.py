@@ -8,6 +8,7 @@ import pytest
 
 from alambique.core.errors import UserError
 from pipeline import repro
+from pipeline.server import Service
 from tests.pipeline.conftest import wait_for
 
 
@@ -116,16 +117,17 @@ def test_params_are_checked_again_when_they_or_the_code_change(tmp_path: Path, m
     monkeypatch.setenv("ALAMBIQUE_WORK", str(tmp_path / "work"))
     monkeypatch.setattr(repro.importlib, "import_module", lambda name: Check(checks))
     (tmp_path / "params.yaml").write_text("a: 1")
+    prefect = Prefect()
     for expected in (1, 1):
-        repro.check_params_once()
+        repro.check_params_once(prefect)
         assert len(checks) == expected
     (tmp_path / "params.yaml").write_text("a: 2")
-    repro.check_params_once()
+    repro.check_params_once(prefect)
     assert len(checks) == 2
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "module.py").write_text("x = 1")
-    repro.check_params_once()
-    assert len(checks) == 3
+    repro.check_params_once(prefect)
+    assert len(checks) == prefect.starts == 3  # a run in which nothing changed starts no server
 
 
 def test_a_check_that_knew_no_shapes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +138,17 @@ def test_a_check_that_knew_no_shapes_is_made_again(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(
             repro.importlib, "import_module", lambda name, all_known=all_known: Check(checks, all_known)
         )
-        repro.check_params_once()
+        repro.check_params_once(Prefect())
         assert len(checks) == expected
+
+
+class Prefect(Service):
+    """Counts, in place of a server."""
+
+    starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
 
 
 class Check:

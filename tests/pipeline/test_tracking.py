@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -14,7 +15,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from alambique.core.errors import UserError
+from alambique.core.places import work_dir
 from pipeline import tracking
+from pipeline.rows import Row, compare_address, recall
 from pipeline.tracking import Dataset, chain_fingerprint, dvc_hashes, record_pair
 from tests.pipeline.conftest import wait_for
 
@@ -120,7 +123,7 @@ def store() -> Any:
     return MlflowClient(tracking_uri=tracking.tracking_uri())
 
 
-def record(**changes: Any) -> str:
+def record(**changes: Any) -> Row:
     row: dict[str, Any] = {
         "pair": "p",
         "fingerprint": "f" * 16,
@@ -136,15 +139,15 @@ def record(**changes: Any) -> str:
 
 
 def test_one_complete_row_per_pair_and_fingerprint(mlflow_database: Path, checkout: Path) -> None:
-    run_id = record()
-    assert record(metrics={"distill/tokens_per_s": 11.0}) == run_id
+    row = record()
+    assert record(metrics={"distill/tokens_per_s": 11.0}) == row
     other = record(fingerprint="e" * 16)
     same_chain = record(pair="q")
-    assert len({run_id, other, same_chain}) == 3
+    assert len({row.run_id, other.run_id, same_chain.run_id}) == 3
     client = store()
     experiment = client.get_experiment_by_name("pairs")
     assert len(client.search_runs([experiment.experiment_id])) == 3
-    run = client.get_run(run_id)
+    run = client.get_run(row.run_id)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "p-ffffff"
     assert run.data.metrics == {"distill/tokens_per_s": 11.0, "eval/boolq_acc": 0.5}
@@ -153,21 +156,20 @@ def test_one_complete_row_per_pair_and_fingerprint(mlflow_database: Path, checko
     assert run.data.tags["dvc:artifacts/distill/p"] == "abc"
     assert run.inputs.dataset_inputs[0].dataset.digest == "0123456789abcdef0123456789abcdef.dir"
     assert experiment.artifact_location == (checkout / "mlruns" / "pairs").as_uri()
-    assert (checkout / "mlruns" / "pairs" / run_id / "artifacts" / "params.yaml").is_file()
+    assert (checkout / "mlruns" / "pairs" / row.run_id / "artifacts" / "params.yaml").is_file()
     page = f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}"
-    assert tracking.run_link(run_id) == f"{page}/runs/{run_id}?workflowType=machine_learning"
-    assert tracking.compare_link([run_id, other]) == (
+    assert row.address() == f"{page}/runs/{row.run_id}?workflowType=machine_learning"
+    assert compare_address([row, other]) == (
         "http://127.0.0.1:5000/#/compare-runs?"
-        f"runs=%5B%22{run_id}%22%2C%22{other}%22%5D&experiments=%5B%22{experiment.experiment_id}%22%5D"
+        f"runs=%5B%22{row.run_id}%22%2C%22{other.run_id}%22%5D&experiments=%5B%22{experiment.experiment_id}%22%5D"
     )
 
 
 def test_the_table_of_pairs_has_its_columns_in_its_link(mlflow_database: Path) -> None:
-    record()
-    assert tracking.table_link() is None
-    record(columns=["eval/kl_nats", "eval/boolq@acc"])
+    assert record().table_address() is None
+    row = record(columns=["eval/kl_nats", "eval/boolq@acc"])
     experiment = store().get_experiment_by_name("pairs")
-    assert tracking.table_link() == (
+    assert row.table_address() == (
         f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs"
         "?workflowType=machine_learning&viewStateShareKey=figures"
     )
@@ -177,12 +179,40 @@ def test_the_table_of_pairs_has_its_columns_in_its_link(mlflow_database: Path) -
     assert set(view["columnWidths"]) == set(view["columnOrder"])
 
 
+def test_a_row_is_found_without_asking_mlflow_and_by_asking_where_nobody_noted_it(
+    mlflow_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = record(columns=["eval/kl_nats"])
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking, "_store", lambda: pytest.fail("asked"))
+        assert tracking.find_pair("p", "f" * 16) == row
+    shutil.rmtree(work_dir())  # as `make clean` does
+    assert tracking.find_pair("p", "f" * 16) == row
+    assert tracking.find_pair("p", "e" * 16) is None
+    with monkeypatch.context() as patch:  # asked once, noted again
+        patch.setattr(tracking, "_store", lambda: pytest.fail("asked"))
+        assert tracking.find_pair("p", "f" * 16) == row
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{mlflow_database.parent}/other.db")
+    shutil.copy(mlflow_database, mlflow_database.parent / "other.db")
+    found = tracking.find_pair("p", "f" * 16)  # a note about one store says nothing of another
+    assert found == dataclasses.replace(row, store=tracking.tracking_uri())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"store": 1}', '{"unknown": 1}'])
+def test_a_broken_note_is_none(text: str, mlflow_database: Path) -> None:
+    row = record()
+    (note,) = (work_dir() / "rows").iterdir()
+    note.write_text(text)
+    assert recall("p", "f" * 16, row.store) is None
+    assert tracking.find_pair("p", "f" * 16) == row
+
+
 def test_a_row_that_a_kill_left_incomplete_is_completed(mlflow_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(tracking, "_write", lambda *row: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             record()
-    run_id = record()
+    run_id = record().run_id
     client = store()
     runs = client.search_runs([client.get_experiment_by_name("pairs").experiment_id])
     assert [(run.info.run_id, run.info.status, len(run.data.params)) for run in runs] == [(run_id, "FINISHED", 151)]
@@ -197,8 +227,8 @@ from pathlib import Path
 from pipeline.tracking import record_pair, register_student
 for fingerprint in ("a" * 16, sys.argv[1] * 16):
     params = {f"p{number}": number for number in range(150)}
-    run = record_pair("p", fingerprint, params, {"distill/y": 2.0}, {"dvc:x": "abc"}, [Path("params.yaml")])
-    register_student("p", run, {"dvc_md5": "abc"})
+    row = record_pair("p", fingerprint, params, {"distill/y": 2.0}, {"dvc:x": "abc"}, [Path("params.yaml")])
+    register_student("p", row.run_id, {"dvc_md5": "abc"})
 """
     env = {
         **os.environ,
