@@ -7,6 +7,7 @@ a stage asks for it, so a run in which nothing changed doesn't pay for one.
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import json
 import os
@@ -128,10 +129,14 @@ def check_params_once(prefect: server.Service) -> None:
     if stamp.is_file() and stamp.read_text() == state:
         return
     prefect.start()
-    check = importlib.import_module("pipeline.check")
-    check.check_params()
-    if not check.check_fit():
-        return
+    gc.disable()  # importing torch makes so many objects that looking for garbage takes a fifth of the time
+    try:
+        check = importlib.import_module("pipeline.check")
+        check.check_params()
+        if not check.check_fit():
+            return
+    finally:
+        gc.enable()
     stamp.parent.mkdir(parents=True, exist_ok=True)
     stamp.write_text(state)
 
