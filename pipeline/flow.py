@@ -2,9 +2,9 @@
 
 A capture on several GPUs has a job for each, mapped side by side, before the one that puts their work together.
 
-The first jobs start at once and Prefect, which takes two seconds to import, records them from beside. Nothing that
-Prefect and MLflow do can fail a job: it is said once on stderr, and the job goes on. Prefect caches nothing; DVC alone
-decides what runs.
+The first jobs start at once, before what they don't need is imported, and Prefect records them from beside. Nothing
+that Prefect and MLflow do can fail a job: it is said once on stderr, and the job goes on. Prefect caches nothing; DVC
+alone decides what runs.
 """
 
 import atexit
@@ -24,9 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from alambique.core.errors import UserError
 from pipeline import jobs, processes
-from pipeline.job import leave
 from pipeline.jobs import Job, Outcome, Status
-from pipeline.observer import Observer
 from pipeline.parts import cut
 from pipeline.server import API_URL, free_port, local_server, set_defaults, url_of, wait_until_ready
 
@@ -212,6 +210,8 @@ def _attempt(job: Job) -> None:
     """One attempt, watched: raise unless it ended well."""
     from prefect.logging import get_run_logger
 
+    from pipeline.observer import Observer
+
     logger: Any = get_run_logger()
     with Observer(job, logger) as observer, contextlib.ExitStack() as stack:
         stack.callback(job.reset)  # before the observer's own end: whatever happens, the job is stopped first
@@ -235,5 +235,5 @@ def _wait_for_slot(job: Job, logger: logging.Logger) -> None:
 if __name__ == "__main__":
     status = 1  # what Python gives an exception that nobody caught
     # First in, last out: after Prefect's threads have sent what they hold. Taking MLflow apart would take a second.
-    atexit.register(lambda: leave(status))
+    atexit.register(lambda: importlib.import_module("pipeline.job").leave(status))
     status = main(sys.argv[1:])

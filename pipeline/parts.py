@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alambique.core.errors import UserError
-from alambique.core.params import Params
 from pipeline.jobs import Job, Limits, visible_gpus
 
 
@@ -36,7 +35,7 @@ def share(stage: str, key: Sequence[str], limits: Limits, visible: int) -> tuple
         return 1, limits.train_processes
     if stage != "teacher" or not key:
         return 1, 1
-    device_map, processes = _spread(Params.load(), key)
+    device_map, processes = _spread(key)
     asked = limits.capture_jobs
     if device_map is not None:
         if asked > max(1, usable):
@@ -59,8 +58,11 @@ def share(stage: str, key: Sequence[str], limits: Limits, visible: int) -> tuple
     return asked or max(1, usable), 1
 
 
-def _spread(params: Params, key: Sequence[str]) -> tuple[Any, int]:
+def _spread(key: Sequence[str]) -> tuple[Any, int]:
     """The settings that say on how many GPUs a teacher lies; the job itself checks them."""
+    from alambique.core.params import Params  # a tenth of a second, which no other job waits for
+
+    params = Params.load()
     capture: dict[str, Any] = {}
     for section in ("teacher", f"teachers.{key[0]}.capture"):
         found = params.get(section)

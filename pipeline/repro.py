@@ -7,7 +7,6 @@ a stage asks for it, so a run in which nothing changed doesn't pay for one.
 
 import contextlib
 import fcntl
-import gc
 import importlib
 import json
 import os
@@ -22,8 +21,12 @@ from alambique.core.errors import UserError
 from alambique.core.files import sha256_file, sha256_json
 from alambique.core.places import forget_shipped, work_dir
 from pipeline import jobs, processes, run, server
+from pipeline.job import leave
 
 EXIT_USER_ERROR = 2
+# Importing makes so many objects that looking for garbage among them takes a fifth of the time.
+_UNKNOWN = 3
+_CHECK = f"import gc; gc.disable(); from pipeline.check import main; main(unknown={_UNKNOWN})"
 
 
 def main(words: list[str]) -> int:
@@ -119,9 +122,8 @@ def mend_lock(path: Path) -> None:
 def check_params_once(prefect: server.Service) -> None:
     """Validate params.yaml, unless it and the code are those of the last check that passed.
 
-    The check imports every stage, torch included: seconds that a run in which nothing changed shouldn't pay. It is not
-    the last word while a model's shapes are unknown, on a fresh machine, so that the next run looks again. Where there
-    is something to check there will be something to run: ``prefect`` starts beside it, on another core.
+    It is not the last word while a model's shapes are unknown, on a fresh machine, so that the next run looks again.
+    Where there is something to check there will be something to run: ``prefect`` starts beside it, on another core.
     """
     files = [Path("params.yaml"), Path("dvc.yaml"), *Path("src").rglob("*.py"), *Path("pipeline").glob("*.py")]
     state = sha256_json({str(path): sha256_file(path) for path in sorted(files) if path.is_file()})
@@ -129,16 +131,24 @@ def check_params_once(prefect: server.Service) -> None:
     if stamp.is_file() and stamp.read_text() == state:
         return
     prefect.start()
-    gc.disable()  # importing torch makes so many objects that looking for garbage takes a fifth of the time
+    if check():
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(state)
+
+
+def check() -> bool:
+    """Check params.yaml in a process of its own, which imports torch: half a gigabyte that jobs would go without.
+
+    Returns whether everything could be looked at. Leaves with the check's status, which has said why, if it refuses.
+    """
+    child = processes.start([sys.executable, "-c", _CHECK], stdout=subprocess.DEVNULL)
     try:
-        check = importlib.import_module("pipeline.check")
-        check.check_params()
-        if not check.check_fit():
-            return
+        status = child.wait()
     finally:
-        gc.enable()
-    stamp.parent.mkdir(parents=True, exist_ok=True)
-    stamp.write_text(state)
+        processes.stop(child, 0.0)
+    if status not in (0, _UNKNOWN):
+        raise SystemExit(status if status > 0 else 128 - status)
+    return status == 0
 
 
 def run_dvc(words: list[str], prefect: server.Service) -> int:
@@ -187,4 +197,4 @@ def _start_dvc(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

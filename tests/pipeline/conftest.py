@@ -99,7 +99,7 @@ class Project:
         )
         (self.root / "seen").mkdir()
         (self.root / "pipeline" / "check.py").write_text(
-            "def check_params():\n    open('seen/checked', 'a').write('x')\n\ndef check_fit():\n    return True\n"
+            "def main(unknown):\n    open('seen/checked', 'a').write('x')\n"
         )
         (self.root / "pipeline" / "last_screen.py").write_text("def show():\n    print('LAST SCREEN')\n")
         self.git("init", "-q", ".")

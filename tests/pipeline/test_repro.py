@@ -9,7 +9,7 @@ import pytest
 from alambique.core.errors import UserError
 from pipeline import repro
 from pipeline.server import Service
-from tests.pipeline.conftest import wait_for
+from tests.pipeline.conftest import ROOT, wait_for
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_params_are_checked_again_when_they_or_the_code_change(tmp_path: Path, m
     checks: list[int] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ALAMBIQUE_WORK", str(tmp_path / "work"))
-    monkeypatch.setattr(repro.importlib, "import_module", lambda name: Check(checks))
+    monkeypatch.setattr(repro, "check", lambda: checks.append(1) or True)
     (tmp_path / "params.yaml").write_text("a: 1")
     prefect = Prefect()
     for expected in (1, 1):
@@ -135,11 +135,35 @@ def test_a_check_that_knew_no_shapes_is_made_again(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ALAMBIQUE_WORK", str(tmp_path / "work"))
     for all_known, expected in ((False, 1), (False, 2), (True, 3), (True, 3)):
-        monkeypatch.setattr(
-            repro.importlib, "import_module", lambda name, all_known=all_known: Check(checks, all_known)
-        )
+        monkeypatch.setattr(repro, "check", lambda all_known=all_known: checks.append(1) or all_known)
         repro.check_params_once(Prefect())
         assert len(checks) == expected
+
+
+@pytest.mark.parametrize(("known", "expected"), [(True, True), (False, False)])
+def test_the_check_runs_in_a_process_of_its_own(
+    known: bool, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    if not known:
+        monkeypatch.setenv("ALAMBIQUE_ASSETS", str(tmp_path))  # a fresh machine
+    monkeypatch.setenv("ALAMBIQUE_SKIP_FIT", str(int(known)))
+    assert repro.check() is expected
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_check_refuses_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text().replace("distill:", "destill:", 1))
+    with pytest.raises(SystemExit) as left:
+        repro.check()
+    assert left.value.code == 2
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert errors == "error: params.yaml: unknown section destill; did you mean distill?\n"
 
 
 class Prefect(Service):

@@ -49,6 +49,7 @@ def test_defaults_yield_to_the_user_and_name_only_settings_that_exist(
     assert os.environ["PREFECT_HOME"] == str(tmp_path / ".prefect")
     assert os.environ["PREFECT_CLIENT_MAX_RETRIES"] == "7"
     known = set(get_current_settings().to_environment_variables(exclude_unset=False, include_aliases=True))
+    assert set(server._IDLE) <= known
     ours = {name for name in server._DEFAULTS if name.startswith("PREFECT_") and "LOGGERS" not in name}
     assert ours - known == {"PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"}  # an entry of logging.yml, not a setting
     settings = Settings()
