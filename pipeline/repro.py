@@ -26,6 +26,7 @@ from pipeline.job import leave
 EXIT_USER_ERROR = 2
 # Importing makes so many objects that looking for garbage among them takes a fifth of the time.
 _UNKNOWN = 3
+_LAST_SCREEN = "pipeline.last_screen"
 _CHECK = f"import gc; gc.disable(); from pipeline.check import main; main(unknown={_UNKNOWN})"
 
 
@@ -46,7 +47,7 @@ def main(words: list[str]) -> int:
         return EXIT_USER_ERROR
     if status == 0:
         forget_shipped()  # DVC has their students
-        importlib.import_module("pipeline.last_screen").show()
+        importlib.import_module(_LAST_SCREEN).show()
     return status
 
 
@@ -159,6 +160,7 @@ def run_dvc(words: list[str], prefect: server.Service) -> int:
     wanted.unlink(missing_ok=True)
     env |= prefect.env()
     dvc = _start_dvc(words, env | {run.SERVER_WANTED: str(wanted)})
+    importlib.import_module(_LAST_SCREEN)  # half a second, while DVC itself starts on another core
     while dvc.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             dvc.wait(0.2)
