@@ -24,9 +24,9 @@ from pipeline import jobs, processes, run, server
 from pipeline.job import leave
 
 EXIT_USER_ERROR = 2
-# Importing makes so many objects that looking for garbage among them takes a fifth of the time.
-_UNKNOWN = 3
 _LAST_SCREEN = "pipeline.last_screen"
+_UNKNOWN = 3  # the check's status when all is well as far as it can tell
+# Importing makes so many objects that looking for garbage among them takes a fifth of the time.
 _CHECK = f"import gc; gc.disable(); from pipeline.check import main; main(unknown={_UNKNOWN})"
 
 
@@ -45,6 +45,8 @@ def main(words: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:  # before DVC, which tells of its own
+        return 128 + signal.SIGINT
     if status == 0:
         forget_shipped()  # DVC has their students
         importlib.import_module(_LAST_SCREEN).show()
