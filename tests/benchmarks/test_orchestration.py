@@ -34,7 +34,7 @@ def test_stages_are_timed_by_the_lines_that_dvc_writes(tmp_path: Path) -> None:
         ("evaluate@distill-p-boolq", ["evaluate", "distill", "p", "boolq"]),
     ]
     first, second = (seconds for _, _, seconds in jobs)
-    late = 0.05  # a line is timed when it is read, so that a stage may seem shorter by as much as its first line is late
+    late = 0.05  # a line is timed when it is read: a stage may seem shorter by as much as its first line is late
     assert first >= 0.3 - late
     assert second >= 0.1 - late
     assert whole.wall_s >= first + second + 0.3 - late  # what follows the last stage is no stage's
