@@ -6,24 +6,30 @@ that none is timed; they run one after the other, and what neighbours take from 
 time, over all processes, is the steadier figure. ``--quick`` takes the tests' tiny checkout, whose jobs are a few
 seconds long: its share means nothing, its seconds per stage do.
 
+Two runs of minutes differ by what the host does meanwhile. What lies outside the jobs' own processes in the one run
+doesn't: ``outside_jobs_s``, the cost but for what a job loses to those who watch it.
+
 Last line: ``cost_s_per_stage`` and ``cost_share`` by the clock, ``cost_cpu_s_per_stage``, the number of ``stages``, and
 ``noop_20_pairs_s``: the median of ``--repeats`` times `dvc repro` with 20 pairs and nothing to do. The cost holds the
 check of params.yaml and the last screen, which nobody would go without; ``orchestration_share`` is that of DVC, Prefect
 and MLflow alone, with both of them among the bare jobs.
 """
 
+import contextlib
 import re
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from alambique.core.errors import UserError
@@ -31,10 +37,12 @@ from alambique.core.places import assets_dir
 from benchmarks.cases import Options, Outcome
 from benchmarks.records import ROOT
 from pipeline.jobs import KEEP_PAGES, command
-from pipeline.run import GPU_STAGES
+from pipeline.run import GPU_STAGES, STAGES
 from tests.tiny_checkout import Checkout
 
 _PAIRS = 20  # source: the acceptance line
+_LOOK_SECONDS = 0.25  # assumption: within half a second over fifteen stages, and a hundredth of a core
+_JOBS = [["-m", f"pipeline.{stage}"] for stage in STAGES]
 
 
 @dataclass
@@ -45,6 +53,33 @@ class Spent:
     cpu_s: float = 0.0
 
 
+class Jobs(threading.Thread):
+    """Adds up the ``seconds`` in which a stage's own process lived below process ``pid``, by looking now and then."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(name="jobs", daemon=True)
+        self._root = psutil.Process(pid)
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        """Look until the process is gone."""
+        last = time.monotonic()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while self._root.status() != psutil.STATUS_ZOMBIE:
+                found = self._job_lives()
+                now = time.monotonic()
+                self.seconds += (now - last) * found
+                last = now
+                time.sleep(_LOOK_SECONDS)
+
+    def _job_lives(self) -> bool:
+        for process in self._root.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if process.cmdline()[1:3] in _JOBS:
+                    return True
+        return False
+
+
 def run(options: Options) -> Outcome:
     """Run both, and the run of many pairs."""
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +87,7 @@ def run(options: Options) -> Outcome:
         for place in (first, second):
             place.root.mkdir()
             _fill(place, options.quick)
-        jobs, whole = _orchestrated(first)
+        jobs, whole, outside_s = _orchestrated(first)
         shutil.copy(first.root / "dvc.lock", second.root)  # a report reads what DVC knows of its chain
         check = _timed(second, [sys.executable, "-m", "pipeline.check"])
         bare = {stage: _bare(second, words) for stage, words, _ in jobs}
@@ -78,6 +113,8 @@ def run(options: Options) -> Outcome:
         "cost_s_per_stage": (whole.wall_s - total.wall_s) / len(jobs),
         "cost_share": (whole.wall_s - total.wall_s) / whole.wall_s,
         "orchestration_share": (whole.wall_s - total.wall_s - aside) / whole.wall_s,
+        "outside_jobs_s": outside_s,
+        "outside_jobs_share": outside_s / whole.wall_s,
         "cost_cpu_s_per_stage": (whole.cpu_s - total.cpu_s) / len(jobs),
         "stages": len(jobs),
         "noop_20_pairs_s": median(idle),
@@ -98,8 +135,11 @@ def _fill(place: Checkout, tiny: bool) -> None:
     place.env["ALAMBIQUE_ASSETS"] = str(assets_dir().resolve())
 
 
-def _orchestrated(place: Checkout) -> tuple[list[tuple[str, list[str], float]], Spent]:
-    """What `make repro` executed, in order: stage, the words of its job, seconds until the next; and the whole."""
+def _orchestrated(place: Checkout) -> tuple[list[tuple[str, list[str], float]], Spent, float]:
+    """What `make repro` executed, in order: stage, the words of its job, seconds until the next.
+
+    Then the whole, and the seconds of it in which no job's process lived.
+    """
     marks, words, name = list[float](), list[tuple[str, list[str]]](), ""
     before, began = _cpu_s(), time.monotonic()
     output = []
@@ -107,6 +147,8 @@ def _orchestrated(place: Checkout) -> tuple[list[tuple[str, list[str], float]], 
         [sys.executable, "-m", "pipeline.repro"], cwd=place.root, env=place.env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
+        lives = Jobs(process.pid)
+        lives.start()
         for line in process.stdout or ():
             output.append(line)
             if found := re.match(r"Running stage '(.+)'", line):
@@ -120,7 +162,8 @@ def _orchestrated(place: Checkout) -> tuple[list[tuple[str, list[str], float]], 
         raise UserError(f"benchmarks: `make repro` failed:\n{''.join(output[-20:])}")
     whole = Spent(time.monotonic() - began, _cpu_s() - before)
     marks.append(time.monotonic())
-    return [(stage, job, marks[n + 1] - marks[n]) for n, (stage, job) in enumerate(words)], whole
+    stages = [(stage, job, marks[n + 1] - marks[n]) for n, (stage, job) in enumerate(words)]
+    return stages, whole, whole.wall_s - lives.seconds
 
 
 def _bare(place: Checkout, words: list[str]) -> Spent:

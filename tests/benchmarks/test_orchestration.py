@@ -28,7 +28,7 @@ def fake(root: Path, fails: int) -> Checkout:
 
 
 def test_stages_are_timed_by_the_lines_that_dvc_writes(tmp_path: Path) -> None:
-    jobs, whole = orchestration._orchestrated(fake(tmp_path, 0))
+    jobs, whole, outside_s = orchestration._orchestrated(fake(tmp_path, 0))
     assert [(stage, words) for stage, words, _ in jobs] == [
         ("teacher@t", ["teacher", "t"]),
         ("evaluate@distill-p-boolq", ["evaluate", "distill", "p", "boolq"]),
@@ -39,8 +39,20 @@ def test_stages_are_timed_by_the_lines_that_dvc_writes(tmp_path: Path) -> None:
     assert second >= 0.1 - late
     assert whole.wall_s >= first + second + 0.3 - late  # what follows the last stage is no stage's
     assert whole.cpu_s > 0
+    assert outside_s == whole.wall_s  # these stages have no process
 
 
 def test_a_run_that_fails_is_not_a_measurement(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`make repro` failed:\nStage 'prepare@t'"):
         orchestration._orchestrated(fake(tmp_path, 1))
+
+
+def test_seconds_in_which_a_job_lives(tmp_path: Path) -> None:
+    place = fake(tmp_path, 0)
+    (tmp_path / "pipeline/teacher.py").write_text("import time\ntime.sleep(1.5)\n")
+    (tmp_path / "pipeline/repro.py").write_text(
+        "import subprocess, sys, time\ntime.sleep(1)\nsubprocess.run([sys.executable, '-m', 'pipeline.teacher', 't'])\n"
+    )
+    _, whole, outside_s = orchestration._orchestrated(place)
+    late = 2 * orchestration._LOOK_SECONDS
+    assert 1.0 - late < outside_s < whole.wall_s - 1.5 + late
