@@ -19,8 +19,8 @@ from alambique.plan import require_fit
 from alambique.planning.machine import machine
 from alambique.train.config import DistillConfig
 from alambique.train.hidden import require_held
-from pipeline.job import leave
-from pipeline.run import EXIT_USER_ERROR, STAGES
+from pipeline.job import job_main, leave
+from pipeline.run import STAGES
 
 SKIP = "ALAMBIQUE_SKIP_FIT"
 
@@ -103,20 +103,26 @@ def _every_job(teachers: list[str], pairs: list[str], benchmarks: list[str]) -> 
     ]
 
 
-def main(file: str = "params.yaml", unknown: int = 0) -> NoReturn:
-    """Print one line and leave: with status 0 when all is well, with 2 when something is wrong.
+def run(file: str = "params.yaml") -> None:
+    """Print one line when all is well."""
+    check_params(Path(file))
+    print(f"{file}: every stage's settings are valid")
+
+
+def main(unknown: int) -> NoReturn:
+    """For `make repro`: check settings and fit, and leave with status 0 when all is well, with 2 when something isn't.
 
     Status ``unknown`` means: all is well as far as can be told, while some models aren't on this machine yet.
     """
-    try:
-        check_params(Path(file))
-        status = 0 if check_fit(Path(file)) else unknown
-        print(f"{file}: every stage's settings are valid")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = EXIT_USER_ERROR
-    leave(status)
+    all_known = True
+
+    def both() -> None:
+        nonlocal all_known
+        check_params()
+        all_known = check_fit()
+
+    leave(job_main(both) or (0 if all_known else unknown))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "params.yaml")
+    sys.exit(job_main(run))

@@ -17,9 +17,7 @@ from uuid import UUID
 from pipeline import processes, tracking
 from pipeline.jobs import Job, Outcome, Status
 
-_LOOK_SECONDS = (
-    10.0  # source: how often MLflow samples the machine; a look costs 60 ms of a core, the server's included
-)
+_LOOK_SECONDS = 10.0  # source: MLflow's for the machine's load; a look costs about 50 ms of a core
 _CURVE_STAGES = ("teacher", "distill")  # evaluations have no curve, and importing MLflow takes two seconds
 _CURVE_AFTER_SECONDS = 10.0  # assumption: a shorter job has no curve worth waiting for
 _FINISH_SECONDS = 20.0  # assumption: a store that takes longer is out of order

@@ -144,7 +144,7 @@ def check() -> bool:
 
     Returns whether everything could be looked at. Leaves with the check's status, which has said why, if it refuses.
     """
-    child = processes.start([sys.executable, "-c", _CHECK], stdout=subprocess.DEVNULL)
+    child = processes.start([sys.executable, "-c", _CHECK])
     try:
         status = child.wait()
     finally:

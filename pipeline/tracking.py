@@ -198,13 +198,10 @@ def record_pair(
         all_tags["dvc_exp"] = experiment
     with _store() as client:
         experiment_id = _experiment_id(client, PAIRS)
-        query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
-        found = client.search_runs([experiment_id], query, max_results=1)
+        found = _stored(client, experiment_id, pair, fingerprint)
         # Both tags come with the row itself: a kill can't leave a row that the next search would miss.
         identity = {FINGERPRINT_TAG: fingerprint, "pair": pair}
-        run = (
-            found[0] if found else client.create_run(experiment_id, run_name=f"{pair}-{fingerprint[:6]}", tags=identity)
-        )
+        run = found or client.create_run(experiment_id, run_name=f"{pair}-{fingerprint[:6]}", tags=identity)
         _write(client, run, params, metrics, all_tags)
         if not run.inputs.dataset_inputs:
             client.log_inputs(run.info.run_id, [_dataset_input(dataset) for dataset in datasets])
@@ -216,6 +213,12 @@ def record_pair(
         row = _row(client.get_experiment(experiment_id), run)
     remember(pair, fingerprint, row)
     return row
+
+
+def _stored(client: Any, experiment_id: str, pair: str, fingerprint: str) -> Any:
+    """The run of (``pair``, ``fingerprint``), or None."""
+    query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
+    return next(iter(client.search_runs([experiment_id], query, max_results=1)), None)
 
 
 def _row(experiment: Any, run: Any) -> Row:
@@ -296,12 +299,11 @@ def find_pair(pair: str, fingerprint: str) -> Row | None:
     if (noted := recall(pair, fingerprint, tracking_uri())) is not None:
         return noted
     with contextlib.suppress(*failures()), _store() as client:
-        if (experiment := client.get_experiment_by_name(PAIRS)) is not None:
-            query = f"tags.{FINGERPRINT_TAG} = '{fingerprint}' and tags.pair = '{pair}'"
-            if found := client.search_runs([experiment.experiment_id], query, max_results=1):
-                row = _row(experiment, found[0])
-                remember(pair, fingerprint, row)
-                return row
+        experiment = client.get_experiment_by_name(PAIRS)
+        if experiment and (found := _stored(client, experiment.experiment_id, pair, fingerprint)):
+            row = _row(experiment, found)
+            remember(pair, fingerprint, row)
+            return row
     return None
 
 
