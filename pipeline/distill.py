@@ -55,7 +55,8 @@ from alambique.train.sharded import (
 )
 from alambique.train.state import DistillResult, Interrupted
 from alambique.train.validation import Validate, validator
-from pipeline.job import EXIT_USER_ERROR, code_of, fingerprint, job_main, leave
+from pipeline.code import code_of
+from pipeline.job import EXIT_USER_ERROR, fingerprint, job_main, leave
 
 _TORN = re.compile(r"Connection (?:closed|reset) by peer")  # of gloo: another process has ended, and said why
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: a checkpoint is saved, run the same command again

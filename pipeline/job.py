@@ -4,13 +4,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
-
-from ruamel.yaml import YAML
+from typing import NoReturn
 
 from alambique.core.errors import UserError
 from alambique.core.files import sha256_file, sha256_json
 from alambique.core.params import Config
+from pipeline.code import code_of
 
 EXIT_USER_ERROR = 2
 
@@ -46,11 +45,3 @@ def fingerprint(stage: str, settings: Config, *manifests: Path) -> str:
             "code": {str(path): sha256_file(path) for path in code_of(stage)},
         }
     )[:16]
-
-
-def code_of(stage: str) -> list[Path]:
-    """The Python files that dvc.yaml lists as dependencies of ``stage``, folders expanded, sorted."""
-    definition: dict[str, Any] = YAML(typ="safe").load(Path("dvc.yaml").read_text())["stages"][stage]
-    deps = [Path(dep) for dep in definition.get("do", definition).get("deps", []) if "${" not in dep]
-    code = [dep for dep in deps if dep.parts[0] in ("src", "pipeline")]
-    return sorted({file for dep in code for file in (dep.rglob("*.py") if dep.is_dir() else [dep])})

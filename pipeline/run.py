@@ -18,6 +18,7 @@ from pipeline import processes
 GPU_STAGES = ("teacher", "distill", "evaluate")
 CPU_STAGES = ("prepare", "student", "report")
 STAGES = (*GPU_STAGES, *CPU_STAGES)
+CODE = "code"  # no job: it hashes the code of the others (pipeline.code)
 EXIT_USER_ERROR = 2
 # A file that `make repro` watches for: a GPU stage makes it, or one before those, and one Prefect server starts for the
 # whole run. A report alone needs none.
@@ -36,7 +37,7 @@ def problem(argv: list[str]) -> str | None:
         )
     if not argv:
         return f"usage: python -m pipeline.run STAGE KEY..., where STAGE is one of {', '.join(STAGES)}."
-    if argv[0] not in STAGES:
+    if argv[0] not in (*STAGES, CODE):
         close = difflib.get_close_matches(argv[0], STAGES, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(STAGES)}."
         return f"there is no stage {argv[0]}; {hint}"
@@ -50,9 +51,15 @@ def main(argv: list[str]) -> int:
         print(f"error: {sentence}", file=sys.stderr)
         return EXIT_USER_ERROR
     from alambique.core.errors import UserError  # the library is needed from here on
-    from pipeline import jobs
 
     stage, *key = argv
+    if stage == CODE:
+        from pipeline import code
+
+        code.record()
+        return 0
+    from pipeline import jobs
+
     try:
         grace = jobs.Limits.from_env().stop_seconds
         wanted = os.environ.get(SERVER_WANTED)

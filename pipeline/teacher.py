@@ -24,7 +24,8 @@ from alambique.data.dataset import PreparedData
 from alambique.models.fetch import ModelSource, fetch_model
 from alambique.models.load import SplitModel, layers_and_size, load_model
 from alambique.models.ranks import Ranks, launch, local_rank
-from pipeline.job import code_of, job_main, leave
+from pipeline.code import code_of
+from pipeline.job import job_main, leave
 
 
 class Settings(Config):

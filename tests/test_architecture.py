@@ -14,9 +14,11 @@ import pytest
 from dvc.repo import Repo
 
 from alambique.core.params import Params
+from pipeline.code import code_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
+CODE = "code"  # a stage without settings: it hashes the code of the others
 # How jobs are run, never what they compute: a change here must not make a result stale, so no stage may import them.
 ORCHESTRATION = {
     f"pipeline.{name}"
@@ -69,13 +71,13 @@ def module_of(path: Path) -> str:
 
 def test_a_stage_has_one_name_in_four_places() -> None:
     params = Params.load(ROOT / "params.yaml").tree
-    assert {stage_name(stage) for stage in dvc_stages()} == set(STAGES)
+    assert {stage_name(stage) for stage in dvc_stages()} == {*STAGES, CODE}
     assert set(params) == {*STAGES, "teachers", "pairs"}
-    for name in STAGES:
+    for name in (*STAGES, CODE):
         assert (ROOT / f"pipeline/{name}.py").is_file()
         assert (ROOT / f"tests/pipeline/test_{name}.py").is_file()
     for stage in dvc_stages():
-        assert stage.cmd.startswith(f"exec python -m pipeline.run {stage_name(stage)} "), stage.cmd
+        assert f"{stage.cmd} ".startswith(f"exec python -m pipeline.run {stage_name(stage)} "), stage.cmd
 
 
 # ---- law 2: an import is a cache edge
@@ -98,12 +100,21 @@ def test_every_module_that_a_stage_imports_is_a_dependency(name: str) -> None:
     modules |= {module.rsplit(".", i)[0] for module in modules for i in range(1, module.count(".") + 1)}
     files = {file_of(module) for module in modules}
     files = {file for file in files if (ROOT / file).stat().st_size > 0} - {LAZY}
+    listed = {path.as_posix() for path in code_of(name)}
+    missing = files - listed
+    assert not missing, f"{name} imports these, so they belong in its list in pipeline/code.yaml: {sorted(missing)}"
+
+
+def test_every_stage_depends_on_its_list_of_code_and_that_on_all_code() -> None:
     for stage in dvc_stages():
-        if stage_name(stage) != name:
-            continue
-        deps = [dep.def_path for dep in stage.deps]
-        missing = {f for f in files if not any(f == dep or f.startswith(f"{dep}/") for dep in deps)}
-        assert not missing, f"dvc.yaml: {stage.name} imports these, so they belong in its deps: {sorted(missing)}"
+        deps = {dep.def_path for dep in stage.deps}
+        if stage.name == CODE:
+            assert deps == {"pipeline", "src/alambique"}
+            assert {out.def_path for out in stage.outs} == {f"results/code/{name}.txt" for name in STAGES}
+        else:
+            assert f"results/code/{stage_name(stage)}.txt" in deps, stage.name
+    for path in {path for name in STAGES for path in code_of(name)}:
+        assert path.as_posix().startswith(("pipeline/", "src/alambique/")), path
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -119,7 +130,8 @@ def test_the_dear_teacher_stage_knows_nothing_of_losses_and_training() -> None:
 
 def test_the_params_that_a_stage_reads_are_those_that_dvc_watches() -> None:
     for stage in dvc_stages():
-        name = stage_name(stage)
+        if (name := stage_name(stage)) == CODE:
+            continue
         declared = {key for dep in stage.deps for key in getattr(dep, "params", [])}
         key = stage.cmd.split()[5:]
         params = Params.load(ROOT / "params.yaml")

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORCHESTRATION = (
-    "__init__", "run", "flow", "job", "jobs", "parts", "observer", "processes", "repro", "rows", "server", "terminal",
-    "tracking", "deploy",
+    "__init__", "run", "flow", "code", "job", "jobs", "parts", "observer", "processes", "repro", "rows", "server",
+    "terminal", "tracking", "deploy",
 )  # fmt: skip
 STAGES = ("prepare", "teacher", "student", "distill", "evaluate", "report")
 

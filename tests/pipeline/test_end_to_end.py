@@ -109,15 +109,15 @@ def test_nothing_changed_nothing_runs(checkout: Checkout) -> None:
 
 
 def test_nothing_changed_in_twenty_pairs(tmp_path: Path) -> None:
-    """205 stages. The target of 5 s is missed: DVC itself takes 7 to 8 s, held at 10 (docs/log.md)."""
+    """206 stages, in the processor seconds of the target of 5 s by the clock (docs/log.md)."""
     many = Checkout(tmp_path / "many")
     many.build_pairs(20)
     slow, _ = cpu_seconds(many, sys.executable, "-c", "import alambique.scoring")
     seconds, output = cpu_seconds(many, "dvc", "repro")
     assert many.stages_run(output) == []
-    assert output.count("didn't change") == 205
+    assert output.count("didn't change") == 206
     print(f"20 pairs, nothing to do: {seconds:.1f} CPU seconds, a bare import {slow:.1f}")
-    assert seconds < 10 * max(1.0, slow / REFERENCE_IMPORT_SECONDS)
+    assert seconds < 5 * max(1.0, slow / REFERENCE_IMPORT_SECONDS)
 
 
 def test_no_artifact_is_on_the_disk_twice(checkout: Checkout) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from alambique.core.errors import UserError
 from alambique.core.params import Config
-from pipeline.job import code_of, fingerprint, job_main
+from pipeline.job import fingerprint, job_main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,9 +36,9 @@ def test_a_fingerprint_is_of_settings_inputs_and_code(tmp_path: Path, monkeypatc
     (tmp_path / "src").mkdir()
     for name in ("src/a.py", "manifest.json"):
         (tmp_path / name).write_text("1")
-    (tmp_path / "dvc.yaml").write_text("stages: {distill: {foreach: x, do: {deps: [src, 'artifacts/${key}']}}}")
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline/code.yaml").write_text("distill: [src]")
     monkeypatch.chdir(tmp_path)
-    assert code_of("distill") == [Path("src/a.py")]
 
     def name(rate: float) -> str:
         return fingerprint("distill", Settings(rate=rate), Path("manifest.json"))
