@@ -13,12 +13,14 @@ help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 # torch goes first and alone, so that a CPU build offered on this machine is kept; elsewhere the same line
-# takes the CUDA build. TORCH_ARGS passes options for another index or folder.
+# takes the CUDA build. TORCH_ARGS passes options for another index or folder. Last an empty database of Prefect's, from
+# which every checkout's begins (pipeline/server.py).
 $(VENV)/.ok: pyproject.toml constraints.txt
 	@echo "building $(VENV) (once, 2 to 4 minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	-@PREFECT_HOME=$(abspath $(VENV))/share/alambique $(VENV)/bin/python -m prefect --no-prompt server database upgrade -y >/dev/null
 	@touch $@
 
 repro: $(VENV)/.ok  ## run what changed, then show the result (T="stage@key" for one target)
@@ -33,7 +35,7 @@ ui: $(VENV)/.ok  ## MLflow on this machine's port 5000
 	mlflow server --backend-store-uri sqlite:///$(CURDIR)/mlflow.db --host 127.0.0.1 --port 5000 --workers 1
 
 # DVC would also show the hash of every file, and the path of a figure before its name.
-NO_COLUMN := ^(src|pipeline|evals|artifacts|results/(prepare|teacher|student|distill|evaluate))
+NO_COLUMN := ^(src|pipeline|evals|artifacts|results/(code|prepare|teacher|student|distill|evaluate))
 exps: $(VENV)/.ok  ## DVC's table of experiments: the reports' figures, and the settings that differ
 	@dvc exp show --only-changed --md --precision 3 --drop '$(NO_COLUMN)' $(ARGS) \
 		| sed -E 's#results/report/##g; s#_metrics\.json##g; s# {2,}# #g; /^\|-/d' | { column -t -s '|' 2>/dev/null || cat; }

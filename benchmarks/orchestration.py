@@ -9,8 +9,9 @@ cost itself. So the cost is put together from two parts, each measured within it
 - **inside**: in a second clone each of these commands runs **in turn** with its bare job (`python -m pipeline.STAGE
   KEY`), ``--repeats`` times, one first and the other first by turns, on one Prefect server. The mean difference counts.
 
-Both use the downloads of this checkout, so that none is timed. ``--quick`` takes the tests' tiny checkout, whose jobs
-are a few seconds long: its share means nothing, its seconds per stage do.
+A stage's seconds in the whole, until the next began, stand beside (``in_the_whole_s``). Both use the downloads of this
+checkout, so that none is timed. ``--quick`` takes the tests' tiny checkout, whose jobs are a few seconds long: its
+share means nothing, its seconds per stage do.
 
 Last line: ``cost_share`` of the whole run and its standard error ``cost_share_se`` (from the scatter of the pairs),
 ``cost_s_per_stage``, the number of ``stages``, both parts in seconds, and ``noop_20_pairs_s``: the median of
@@ -41,15 +42,16 @@ from benchmarks.cases import Options, Outcome
 from benchmarks.records import ROOT
 from pipeline import server
 from pipeline.jobs import KEEP_PAGES, command
-from pipeline.run import GPU_STAGES
+from pipeline.run import CODE, GPU_STAGES
 from tests.tiny_checkout import Checkout
 
 _PAIRS = 20  # source: the acceptance line
+_COMMAND = re.compile(r"> exec python -m pipeline\.run (.+)")
 _LOOK_SECONDS = 0.25  # assumption: within half a second over fifteen stages, and a hundredth of a core
 
 
 class Commands(threading.Thread):
-    """Adds up the ``seconds`` in which a command of DVC's lived below process ``pid``, by looking now and then."""
+    """Adds up the ``seconds`` in which a job's command lived below process ``pid``, by looking now and then."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(name="commands", daemon=True)
@@ -70,16 +72,17 @@ class Commands(threading.Thread):
     def _one_lives(self) -> bool:
         for process in self._root.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if process.cmdline()[1:3] == ["-m", "pipeline.run"]:
+                words = process.cmdline()[1:4]
+                if words[:2] == ["-m", "pipeline.run"] and words[2] != CODE:
                     return True
         return False
 
 
 @dataclass
 class Whole:
-    """One `make repro`: what it executed, in order, as stage and words of its job; all seconds, and those outside."""
+    """One `make repro`: what it executed, in order, as stage, words of its job, and seconds until the next stage."""
 
-    jobs: list[tuple[str, list[str]]]
+    jobs: list[tuple[str, list[str], float]]
     wall_s: float
     outside_s: float
 
@@ -94,7 +97,10 @@ def run(options: Options) -> Outcome:
         whole = _orchestrated(first)
         shutil.copy(first.root / "dvc.lock", second.root)  # a report reads what DVC knows of its chain
         with _prefect(second):
-            rows = [{"stage": stage, **_in_turn(second, words, options.repeats)} for stage, words in whole.jobs]
+            rows: list[dict[str, Any]] = [
+                {"stage": stage, "in_the_whole_s": seconds, **_in_turn(second, words, options.repeats)}
+                for stage, words, seconds in whole.jobs
+            ]
         many = Checkout(Path(folder) / "many")
         many.build_pairs(_PAIRS)
         idle = median(_seconds(many, ["dvc", "repro"]) for _ in range(options.repeats))
@@ -165,20 +171,27 @@ def _orchestrated(place: Checkout) -> Whole:
     Raises:
         UserError: it failed.
     """
-    began, output = time.monotonic(), list[str]()
+    output, marks, jobs = list[str](), list[float](), list[tuple[str, list[str]]]()
+    began = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-m", "pipeline.repro"], cwd=place.root, env=place.env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         lives = Commands(process.pid)
         lives.start()
-        output.extend(process.stdout or ())
+        for line in process.stdout or ():
+            output.append(line)
+            if line.startswith(("Running stage", "To track the changes")):  # the second when DVC has done its last
+                marks.append(time.monotonic())
+            elif found := _COMMAND.match(line):
+                stage = output[-2].split("'")[1]
+                jobs.append((stage, found[1].split()))
     wall_s = time.monotonic() - began
-    text = "".join(output)
     if process.returncode != 0:
         raise UserError(f"benchmarks: `make repro` failed:\n{''.join(output[-20:])}")
-    found = re.findall(r"^Running stage '(.+)':\n> exec python -m pipeline\.run (.+)$", text, re.MULTILINE)
-    return Whole([(stage, words.split()) for stage, words in found], wall_s, wall_s - lives.seconds)
+    marks.append(time.monotonic())
+    timed = [(stage, words, marks[n + 1] - marks[n]) for n, (stage, words) in enumerate(jobs)]
+    return Whole([job for job in timed if job[0] != CODE], wall_s, wall_s - lives.seconds)
 
 
 def _seconds(place: Checkout, words: list[str], env: dict[str, str] | None = None) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 from alambique.core.places import main_checkout
 from pipeline import processes
@@ -81,10 +83,27 @@ def url_of(port: int) -> str:
     return f"http://127.0.0.1:{port}/api"
 
 
+def begin_with_tables() -> None:
+    """Give a new PREFECT_HOME the empty database that was made with the virtual environment (Makefile), if it was.
+
+    Making one takes the server ten seconds of a core instead of three, beside the first jobs.
+    """
+    made, database = Path(sys.prefix, "share/alambique/prefect.db"), Path(os.environ["PREFECT_HOME"], "prefect.db")
+    if not made.is_file() or database.exists():
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    part = database.with_name(f"prefect.db.{os.getpid()}")
+    shutil.copyfile(made, part)
+    with contextlib.suppress(FileExistsError):  # of a server that started beside us
+        os.link(part, database)
+    part.unlink()
+
+
 @contextlib.contextmanager
 def local_server(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server and give its process at once (see :func:`wait_until_ready`); stop it at the end."""
     url = url_of(port)
+    begin_with_tables()
     env = {**_IDLE, **os.environ, API_URL: url, "PREFECT_UI_API_URL": url}
     server = processes.start(
         [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],

@@ -27,6 +27,26 @@ def test_a_reserved_port_is_not_given_twice() -> None:
         assert again == wanted
 
 
+def test_a_new_home_begins_with_the_database_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "venv"))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    database = tmp_path / "home/prefect.db"
+    server.begin_with_tables()
+    assert not database.exists()  # this environment has none: the server makes it
+    made = tmp_path / "venv/share/alambique/prefect.db"
+    made.parent.mkdir(parents=True)
+    made.write_text("tables")
+    server.begin_with_tables()
+    assert database.read_text() == "tables"
+    database.write_text("tables and runs")
+    server.begin_with_tables()
+    assert database.read_text() == "tables and runs"
+    assert list(database.parent.iterdir()) == [database]
+    assert made.read_text() == "tables"
+
+
 def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_READY_SECONDS", 0.3)
     url = server.url_of(server.free_port())
