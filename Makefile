@@ -20,7 +20,7 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_ARGS)
 	$(VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	-@PREFECT_HOME=$(abspath $(VENV))/share/alambique $(VENV)/bin/python -m prefect --no-prompt server database upgrade -y >/dev/null
+	-$(VENV)/bin/python -m pipeline.server
 	@touch $@
 
 repro: $(VENV)/.ok  ## run what changed, then show the result (T="stage@key" for one target)

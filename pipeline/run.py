@@ -53,14 +53,14 @@ def main(argv: list[str]) -> int:
     from alambique.core.errors import UserError  # the library is needed from here on
 
     stage, *key = argv
-    if stage == CODE:
-        from pipeline import code
-
-        code.record()
-        return 0
-    from pipeline import jobs
-
     try:
+        if stage == CODE:
+            from pipeline import code
+
+            code.record()
+            return 0
+        from pipeline import jobs
+
         grace = jobs.Limits.from_env().stop_seconds
         wanted = os.environ.get(SERVER_WANTED)
         if wanted and stage != "report":

@@ -83,20 +83,32 @@ def url_of(port: int) -> str:
     return f"http://127.0.0.1:{port}/api"
 
 
-def begin_with_tables() -> None:
-    """Give a new PREFECT_HOME the empty database that was made with the virtual environment (Makefile), if it was.
+def make_tables() -> None:
+    """Make an empty database beside this virtual environment, from which every checkout's begins (Makefile).
 
-    Making one takes the server ten seconds of a core instead of three, beside the first jobs.
+    Whatever the user has set of Prefect is left out: it could name the database of a team.
     """
-    made, database = Path(sys.prefix, "share/alambique/prefect.db"), Path(os.environ["PREFECT_HOME"], "prefect.db")
-    if not made.is_file() or database.exists():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "server", "database", "upgrade", "-y"]
+    _made().parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(command, env={**env, "PREFECT_HOME": str(_made().parent)}, stdout=subprocess.DEVNULL, check=True)
+
+
+def begin_with_tables() -> None:
+    """Give a new PREFECT_HOME that database, if it was made: without, a first server takes ten seconds of a core."""
+    database = Path(os.environ["PREFECT_HOME"], "prefect.db")
+    if not _made().is_file() or database.exists():
         return
     database.parent.mkdir(parents=True, exist_ok=True)
     part = database.with_name(f"prefect.db.{os.getpid()}")
-    shutil.copyfile(made, part)
+    shutil.copyfile(_made(), part)
     with contextlib.suppress(FileExistsError):  # of a server that started beside us
         os.link(part, database)
     part.unlink()
+
+
+def _made() -> Path:
+    return Path(sys.prefix, "share/alambique/prefect.db")
 
 
 @contextlib.contextmanager
@@ -177,3 +189,7 @@ def wait_until_ready(url: str) -> None:
             if time.monotonic() > end:
                 raise TimeoutError(f"no Prefect server answers at {url}") from None
             time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    make_tables()

@@ -31,3 +31,10 @@ def test_a_change_touches_the_files_of_those_stages_that_import_it(checkout: Pat
     assert after["y"] == before["y"]
     (line,) = set(after["x"].splitlines()) - set(before["x"].splitlines())
     assert line.endswith("  src/a/page.html")
+
+
+def test_a_listed_file_that_is_gone_is_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "src/c.py").unlink()
+    assert run.main(["code"]) == 2
+    sentence = "pipeline/code.yaml lists src/c.py, which does not exist: take it out there, or bring it back."
+    assert capsys.readouterr().err == f"error: {sentence}\n"

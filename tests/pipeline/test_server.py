@@ -1,5 +1,7 @@
+import contextlib
 import os
 import socket
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,19 @@ def test_a_new_home_begins_with_the_database_of_the_environment(
     assert database.read_text() == "tables and runs"
     assert list(database.parent.iterdir()) == [database]
     assert made.read_text() == "tables"
+
+
+def test_the_environments_database_is_made_apart_from_the_users_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "venv"))
+    teams = tmp_path / "teams.db"
+    for name in ("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL"):
+        monkeypatch.setenv(name, f"sqlite+aiosqlite:///{teams}")
+    server.make_tables()
+    assert not teams.exists()
+    with contextlib.closing(sqlite3.connect(tmp_path / "venv/share/alambique/prefect.db")) as database:
+        assert database.execute("SELECT count(*) FROM flow_run").fetchone() == (0,)
 
 
 def test_a_server_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
