@@ -34,7 +34,7 @@ def leave(status: int) -> NoReturn:
 def fingerprint(stage: str, settings: Config, *manifests: Path) -> str:
     """Name everything that decides a job's result, for a scratch folder that only the same job may resume from.
 
-    Hashes the resolved settings, the manifests of the inputs, and the code that dvc.yaml lists for ``stage``.
+    Hashes the resolved settings, the manifests of the inputs, and the code that pipeline/code.yaml lists for ``stage``.
     Returns 16 hex digits.
     """
     return sha256_json(
